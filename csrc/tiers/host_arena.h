@@ -1,0 +1,38 @@
+// Host memory as one arena, complete before serving starts (paper 4.1: the CPU tier).
+//
+// A block of 2^order slots lies at slot * slot_bytes, laid out [layer][page][K block | V block], so that one layer of a
+// chunk is one contiguous piece (2 MiB at the paper's size).
+#pragma once
+
+#include "tiers/tier.h"
+
+namespace mtserve {
+
+class HostArena : public Tier {
+ public:
+  // Maps the address range; throws std::bad_alloc when the system refuses. Huge pages where it allows them.
+  HostArena(const Geometry& geometry, int64_t num_slots);
+  ~HostArena() override;
+  HostArena(const HostArena&) = delete;
+  HostArena& operator=(const HostArena&) = delete;
+
+  // Makes the next `bytes` of the arena resident, on `threads` threads; returns the bytes resident so far. Without it
+  // the first requests would pay for the page faults.
+  int64_t touch(int64_t bytes, int threads);
+
+  int64_t capacity() const override { return bytes_; }
+  void reserve(Block) override {}
+  void write(Block block, int32_t layer, std::span<const PageRows> rows) override;
+  void read(Block block, int32_t layer, std::span<const PageRows> rows) override;
+  void drop(Block) override {}
+
+ private:
+  std::byte* page_at(Block block, int32_t layer, int32_t page_in_block) const;
+
+  const Geometry geometry_;
+  const int64_t bytes_;
+  int64_t touched_ = 0;
+  std::byte* base_ = nullptr;
+};
+
+}  // namespace mtserve

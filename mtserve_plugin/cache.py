@@ -1,0 +1,456 @@
+"""KVCache, the hook interface a model sees, and its two implementations."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mtserve_plugin import host_memory
+from mtserve_plugin.batch import CacheBatch
+from mtserve_plugin.config import CacheConfig
+from mtserve_plugin.errors import CacheError, ConfigError, InputError
+
+_LOG = logging.getLogger(__name__)
+
+Ids = torch.Tensor | Sequence[int]
+
+
+class KVCache(ABC):
+    """What a model needs from a cache of keys and values.
+
+    A model calls `batch(...)` once per forward and then the batch's own methods; operators call the rest. A cache is
+    shared by reference: `deepcopy` of a model keeps the same cache, and pickling is refused.
+    """
+
+    def __init__(self, config: CacheConfig, device: torch.device | str = "cpu") -> None:
+        self.config = config
+        self.device = torch.device(device)
+
+    def batch(
+        self,
+        user_ids: Ids,
+        history_lengths: Ids,
+        *,
+        num_candidates: int | torch.Tensor,
+        context_tokens: int = 0,
+        token_hashes: torch.Tensor | None = None,
+        context_keys: torch.Tensor | None = None,
+        version: str = "",
+    ) -> CacheBatch:
+        """`begin` as a context manager: commits when the block ends well, aborts when it raises."""
+        return self.begin(
+            user_ids,
+            history_lengths,
+            num_candidates=num_candidates,
+            context_tokens=context_tokens,
+            token_hashes=token_hashes,
+            context_keys=context_keys,
+            version=version,
+        )
+
+    @abstractmethod
+    def begin(
+        self,
+        user_ids: Ids,
+        history_lengths: Ids,
+        *,
+        num_candidates: int | torch.Tensor,
+        context_tokens: int = 0,
+        token_hashes: torch.Tensor | None = None,
+        context_keys: torch.Tensor | None = None,
+        version: str = "",
+    ) -> CacheBatch:
+        """Looks up what is cached for a batch, reserves pages and starts the onloads (Algorithm 1, steps 1, 2).
+
+        Never waits for a copy, and may offer less than is stored.
+
+        Args:
+            user_ids: `[B]` int64, any value; a user may occur more than once. On the host: a device tensor is accepted
+                at the price of one synchronisation.
+            history_lengths: `[B]` int64 like `user_ids`, tokens of each row's whole history, 0 included.
+            num_candidates: candidates per row, one number or `[B]` int64.
+            context_tokens: context rows in front of each history that the model adds itself.
+            token_hashes: int64, one hash per history token, row after row; an edited history is then reused only up to
+                the first page that differs. Without it a history is taken to have only grown.
+            context_keys: `[B]` int64, a hash of each row's context values; a changed one is an edit at position 0.
+            version: the model's version; keys and values of another version are never offered.
+
+        Raises:
+            InputError: shapes, dtypes or values are wrong; nothing was changed.
+        """
+
+    @abstractmethod
+    def commit(self, batch: CacheBatch) -> None:
+        """Publishes what the batch appended and starts the offloads; refused unless every layer was appended."""
+
+    @abstractmethod
+    def abort(self, batch: CacheBatch) -> None:
+        """Gives back what the batch reserved and publishes nothing. Safe to call twice."""
+
+    @abstractmethod
+    def prefetch(self, user_ids: Ids, *, version: str = "") -> None:
+        """Starts bringing these users' keys and values to the device, before their requests come."""
+
+    @abstractmethod
+    def evict(self, user_ids: Ids) -> None:
+        """Forgets these users in both tiers and all versions; new requests miss at once, readers finish undisturbed."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forgets every user."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Waits until all transfers in flight are done and everything that fits is persisted in the host tier."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drains the transfers, joins the threads, frees the memory. Safe to call twice."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, Any]:
+        """Counters (which only rise), gauges and hit ratios; see `docs/operating.md`."""
+
+    def __enter__(self) -> KVCache:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"a {type(self).__name__} cannot be pickled: it owns device memory; build one per process")
+
+
+def host_int64(name: str, values: Ids, size: int | None = None) -> torch.Tensor:
+    """`values` as a contiguous int64 `[B]` tensor on the host.
+
+    Raises:
+        InputError: not integers, not one-dimensional, or not of the given size.
+    """
+    if not isinstance(values, torch.Tensor):
+        try:
+            values = torch.as_tensor(values)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise InputError(f"{name} cannot be read as int64: {error}") from None
+        if values.numel() == 0:
+            values = values.to(torch.int64)
+    if values.dtype != torch.int64:
+        if values.dtype not in (torch.int32, torch.int16, torch.uint8, torch.int8):
+            raise InputError(f"{name} is {values.dtype}; expected int64")
+        values = values.to(torch.int64)
+    if values.device.type != "cpu":
+        values = values.cpu()
+    if values.dim() != 1:
+        raise InputError(f"{name} has shape {tuple(values.shape)}; expected one dimension [B]")
+    if size is not None and values.numel() != size:
+        raise InputError(f"{name} has {values.numel()} entries; expected {size}, one per user id")
+    return values if values.is_contiguous() else values.contiguous()
+
+
+class NoCache(KVCache):
+    """Recompute through the same code: every batch finds nothing and stores nothing."""
+
+    def __init__(self, config: CacheConfig, device: torch.device | str = "cpu") -> None:
+        super().__init__(config, device)
+        self._table = torch.empty((config.num_layers, 0, config.page_elements), dtype=config.torch_dtype, device=device)
+        self._requests = 0
+        self._history_tokens = 0
+
+    def begin(
+        self,
+        user_ids: Ids,
+        history_lengths: Ids,
+        *,
+        num_candidates: int | torch.Tensor,
+        context_tokens: int = 0,
+        token_hashes: torch.Tensor | None = None,
+        context_keys: torch.Tensor | None = None,
+        version: str = "",
+    ) -> CacheBatch:
+        users = host_int64("user_ids", user_ids)
+        lengths = host_int64("history_lengths", history_lengths, users.numel())
+        candidates = candidate_counts(num_candidates, users.numel())
+        check_not_negative(lengths, candidates, context_tokens)
+        rows = users.numel()
+        layout = torch.zeros((6, rows + 1), dtype=torch.int64)
+        layout[1, :rows] = context_tokens
+        layout[2, :rows] = lengths
+        layout[4, :rows] = candidates
+        torch.cumsum(lengths + candidates + context_tokens, 0, out=layout[5, 1:])
+        self._requests += rows
+        self._history_tokens += int(lengths.sum())
+        return CacheBatch(self, lengths, layout, self._table, torch.zeros(2 * rows + 1, dtype=torch.int32), None)
+
+    def commit(self, batch: CacheBatch) -> None:
+        if not batch.is_open:
+            raise CacheError("this batch was committed or aborted before; begin a new one")
+        batch._close()
+
+    def abort(self, batch: CacheBatch) -> None:
+        batch._close()
+
+    def prefetch(self, user_ids: Ids, *, version: str = "") -> None:
+        pass
+
+    def evict(self, user_ids: Ids) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def stats(self) -> dict[str, Any]:
+        return {"requests": self._requests, "history_tokens": self._history_tokens, "hit_tokens": 0}
+
+
+def candidate_counts(num_candidates: int | torch.Tensor, rows: int) -> torch.Tensor:
+    """Candidates per row, `[rows]` int64."""
+    if isinstance(num_candidates, int):
+        return torch.full((rows,), num_candidates, dtype=torch.int64)
+    return host_int64("num_candidates", num_candidates, rows)
+
+
+def check_not_negative(lengths: torch.Tensor, candidates: torch.Tensor, context_tokens: int) -> None:
+    for name, values in (("history_lengths", lengths), ("num_candidates", candidates)):
+        if values.numel() and int(values.min()) < 0:
+            raise InputError(f"{name}[{int(values.argmin())}] is {int(values.min())}; lengths cannot be negative")
+    if context_tokens < 0:
+        raise InputError(f"context_tokens={context_tokens} cannot be negative")
+
+
+class HierarchicalKVCache(KVCache):
+    """The two-tier cache: pages on the device, chunks in host memory (MTServe, section 4).
+
+    With `host_bytes=0` it is the device-only baseline. One cache per device and process; any number of models and
+    threads may share it. Memory is taken at construction: the page table from torch, the host tier from the system.
+
+    Args:
+        config: geometry, sizes and policies.
+        device: where the model runs; this build serves "cpu".
+
+    Raises:
+        ConfigError: the device is not served by this build, or the memory cannot be had.
+    """
+
+    def __init__(self, config: CacheConfig, device: torch.device | str = "cpu") -> None:
+        super().__init__(config, device)
+        if self.device.type != "cpu":
+            raise ConfigError(f"device={str(device)!r} is not served by this build; use device='cpu'")
+        self.table = torch.empty(config.table_shape, dtype=config.torch_dtype, device=self.device)
+        self._engine = build_engine(config, self.table)
+        self._pid = os.getpid()
+        self._versions: dict[str, int] = {}
+        self._next_version = 0
+        self._open: weakref.WeakSet[CacheBatch] = weakref.WeakSet()
+        self._warned_refused = False
+        host_memory.make_resident(self._engine, config.host_bytes)
+        atexit.register(_close_at_exit, weakref.ref(self))
+
+    def begin(
+        self,
+        user_ids: Ids,
+        history_lengths: Ids,
+        *,
+        num_candidates: int | torch.Tensor,
+        context_tokens: int = 0,
+        token_hashes: torch.Tensor | None = None,
+        context_keys: torch.Tensor | None = None,
+        version: str = "",
+    ) -> CacheBatch:
+        self._check_process()
+        users = host_int64("user_ids", user_ids)
+        rows = users.numel()
+        lengths = host_int64("history_lengths", history_lengths, rows)
+        candidates = candidate_counts(num_candidates, rows)
+        if context_tokens < 0:
+            raise InputError(f"context_tokens={context_tokens} cannot be negative")
+        hashes_at = keys_at = 0
+        if token_hashes is not None:
+            token_hashes = host_int64("token_hashes", token_hashes, int(lengths.sum()))
+            hashes_at = token_hashes.data_ptr()
+        if context_keys is not None:
+            context_keys = host_int64("context_keys", context_keys, rows)
+            keys_at = context_keys.data_ptr()
+        layout = torch.empty((6, rows + 1), dtype=torch.int64)
+        try:
+            native = self._engine.begin(
+                users.data_ptr(),
+                lengths.data_ptr(),
+                candidates.data_ptr(),
+                rows,
+                context_tokens,
+                hashes_at,
+                keys_at,
+                self._version_id(version),
+                layout.data_ptr(),
+            )
+        except ValueError as error:
+            raise InputError(str(error)) from None
+        except RuntimeError as error:
+            raise CacheError(str(error)) from None
+        page_table = torch.empty(
+            2 * rows + 1 + native.table_size(self.config.page_size, False), dtype=torch.int32
+        )
+        native.write_table(page_table.data_ptr(), self.config.page_size, False)
+        batch = CacheBatch(self, lengths, layout, self.table, page_table, native)
+        if native.is_uncached():
+            self._warn_refused()
+        self._open.add(batch)
+        return batch
+
+    def commit(self, batch: CacheBatch) -> None:
+        self._check_own(batch)
+        if not batch.is_complete:
+            self.abort(batch)
+            raise CacheError(
+                "commit refused, the batch was aborted: not every layer was appended; "
+                "call attend or append once for each layer"
+            )
+        batch._close()
+        self._engine.commit(batch._native)
+
+    def abort(self, batch: CacheBatch) -> None:
+        if batch.is_open:
+            self._check_own(batch)
+            batch._close()
+            self._engine.abort(batch._native)
+
+    def abort_all(self) -> int:
+        """Aborts every open batch, e.g. those whose caller died; returns how many there were."""
+        open_batches = [batch for batch in self._open if batch.is_open]
+        for batch in open_batches:
+            self.abort(batch)
+        return len(open_batches)
+
+    def prefetch(self, user_ids: Ids, *, version: str = "") -> None:
+        self._check_process()
+        self._engine.prefetch(host_int64("user_ids", user_ids).tolist(), self._version_id(version))
+
+    def evict(self, user_ids: Ids) -> None:
+        self._check_process()
+        self._engine.evict(host_int64("user_ids", user_ids).tolist())
+
+    def clear(self) -> None:
+        self._check_process()
+        self._engine.clear()
+
+    def retire_version(self, version: str) -> None:
+        """Forgets what this version of the model computed: at once for new requests, its memory lazily.
+
+        A batch that runs under it may finish, but publishes nothing.
+        """
+        number = self._versions.pop(version, None)
+        if number is not None:
+            self._engine.retire_version(number)
+
+    def flush(self) -> None:
+        self._check_process()
+        self._engine.flush()
+
+    def close(self) -> None:
+        # After a fork the threads exist only in the parent: the child neither joins nor frees.
+        if os.getpid() == self._pid:
+            self._engine.close()
+
+    def stats(self) -> dict[str, Any]:
+        self._check_process()
+        stats: dict[str, Any] = self._engine.stats()
+        stats["hit_tokens"] = stats["device_hit_tokens"] + stats["host_hit_tokens"]
+        asked = max(stats["history_tokens"], 1)
+        stats["device_hit_ratio"] = stats["device_hit_tokens"] / asked
+        stats["total_hit_ratio"] = stats["hit_tokens"] / asked
+        stats["host_bytes"] = self._engine.host_capacity()
+        stats["table_bytes"] = self.table.numel() * self.table.element_size()
+        return stats
+
+    def lengths(self, user_id: int, *, version: str = "") -> dict[str, int] | None:
+        """What is stored for a user, in tokens: `committed`, `device`, `persisted`; `None` for an unknown user."""
+        committed, device, host = self._engine.lengths(user_id, self._version_id(version))
+        return None if committed < 0 else {"committed": committed, "device": device, "persisted": host}
+
+    def check(self) -> None:
+        """Walks the whole index and raises CacheError when an invariant does not hold. For tests."""
+        problem = self._engine.check()
+        if problem:
+            raise CacheError(f"index invariant broken: {problem}")
+
+    def _version_id(self, version: str) -> int:
+        number = self._versions.get(version)
+        if number is None:
+            self._next_version += 1
+            number = self._versions.setdefault(version, self._next_version)
+        return number
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise CacheError(
+                f"this cache was built in process {self._pid} and does not survive a fork; "
+                "build one in each process, after forking"
+            )
+
+    def _check_own(self, batch: CacheBatch) -> None:
+        self._check_process()
+        if not batch.is_open:
+            raise CacheError("this batch was committed or aborted before; begin a new one")
+        if batch._cache is not self:
+            raise CacheError("this batch belongs to another cache")
+
+    def _warn_refused(self) -> None:
+        if not self._warned_refused:
+            self._warned_refused = True
+            _LOG.warning(
+                "max_open_batches=%d batches are open; further ones run uncached. "
+                "Commit or abort each batch, or call abort_all() for those whose caller died.",
+                self.config.max_open_batches,
+            )
+
+
+def build_engine(config: CacheConfig, table: torch.Tensor) -> Any:
+    """The native side of a cache over this page table."""
+    from mtserve_plugin import _core
+
+    return _core.Engine.create(
+        index_config(config),
+        num_layers=config.num_layers,
+        k_row_bytes=config.k_row * config.element_size,
+        v_row_bytes=config.v_row * config.element_size,
+        table=table.data_ptr(),
+        table_pages=table.shape[1],
+    )
+
+
+def index_config(config: CacheConfig) -> Any:
+    """The part of a configuration that the control plane knows."""
+    from mtserve_plugin import _core
+
+    index = _core.IndexConfig()
+    index.page_size = config.page_size
+    index.num_pages = config.num_pages
+    index.chunk_tokens = config.chunk_size
+    index.slot_tokens = config.slot_tokens
+    index.num_chunks = config.num_chunks
+    index.offload_quota_tokens = config.offload_quota_tokens
+    index.tail_write_back = config.tail_write_back
+    index.max_open_batches = config.max_open_batches
+    return index
+
+
+def _close_at_exit(cache: weakref.ref[HierarchicalKVCache]) -> None:
+    alive = cache()
+    if alive is not None:
+        alive.close()

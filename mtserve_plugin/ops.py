@@ -1,0 +1,211 @@
+"""torch.ops.mtserve.*: the operators on pages, their schemas, fake kernels and typed wrappers.
+
+Layout, the same for all of them: a device table is `[layers, pages, page_elements]`; a page of one layer is its K
+block `[page_size, heads, qk_dim]` and behind it its V block `[page_size, heads, v_dim]`. Dtypes are float32, float16 or
+bfloat16, the same for all floating tensors of a call. The CPU kernels release the GIL and run on torch's threads. They
+are compiled for several instruction sets; the environment variable `MTSERVE_CPU_ISA` (`baseline`, `avx2`, `avx512`)
+forbids the wider ones.
+
+The native library is loaded when this module is imported. Where it is missing the module still imports, and the first
+call raises `MissingDependencyError`. Bad arguments raise `RuntimeError` with the operator's and the argument's name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from mtserve_plugin.errors import MissingDependencyError
+
+_REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps mtserve-plugin (from a checkout: -e .)"
+
+
+def _load() -> str | None:
+    """Loads the native library; returns what went wrong, or None."""
+    spec = importlib.util.find_spec("mtserve_plugin._ops")
+    if spec is None or spec.origin is None:
+        return f"the native library mtserve_plugin/_ops.so is missing; build it with: {_REBUILD}"
+    try:
+        torch.ops.load_library(spec.origin)
+    except (OSError, RuntimeError) as error:
+        return (
+            f"{spec.origin} cannot be loaded with torch {torch.__version__}: {error}; "
+            f"mtserve-plugin needs torch>=2.11,<2.15; rebuild it with: {_REBUILD}"
+        )
+    return None
+
+
+_problem = _load()
+
+
+def is_available() -> bool:
+    """True if the native library was loaded, so that the operators can be called."""
+    return _problem is None
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    if _problem is None:
+        return getattr(torch.ops.mtserve, name).default
+
+    def missing(*args: Any) -> NoReturn:
+        raise MissingDependencyError(f"{name}: {_problem}")
+
+    return missing
+
+
+_append_pages = _operator("append_pages")
+_gather_pages = _operator("gather_pages")
+_scatter_pages = _operator("scatter_pages")
+_paged_hstu_attention = _operator("paged_hstu_attention")
+
+
+def append_pages(
+    table: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, page_size: int
+) -> None:
+    """Writes new tokens' keys and values into pages of one layer (paper, Algorithm 1, step 7).
+
+    Args:
+        table: `[layers, pages, page_size * heads * (qk_dim + v_dim)]`, changed in place.
+        layer: the layer to write.
+        k: `[T, heads, qk_dim]`, the table's dtype. Token rows may lie apart (a slice of one projection).
+        v: `[T, heads, v_dim]`, the same.
+        slots: `[T]` int64, `page_id * page_size + row in page`; -1 skips the token. No slot may occur twice.
+        page_size: token rows per page.
+
+    Raises:
+        RuntimeError: a shape, dtype, slot or the layer is wrong; nothing was written.
+    """
+    _append_pages(table, layer, k, v, slots, page_size)
+
+
+def gather_pages(
+    table: torch.Tensor,
+    out: torch.Tensor,
+    page_ids: torch.Tensor,
+    num_rows: torch.Tensor,
+    k_row: int,
+    page_size: int,
+) -> None:
+    """Copies pages of all layers out of the table, only the token rows that are valid (offload).
+
+    Args:
+        table: `[layers, pages, page_elements]`.
+        out: `[layers, n, page_elements]`, changed in place; rows of a page at or beyond its `num_rows` stay as they are.
+        page_ids: `[n]` int32; -1 skips the entry.
+        num_rows: `[n]` int32, token rows to copy per page, 0 to `page_size`.
+        k_row: elements of one token's keys, `heads * qk_dim`; the rest of a token's elements are its values.
+        page_size: token rows per page.
+
+    Raises:
+        RuntimeError: a shape, dtype, page id or row count is wrong; nothing was written.
+    """
+    _gather_pages(table, out, page_ids, num_rows, k_row, page_size)
+
+
+def scatter_pages(
+    table: torch.Tensor,
+    source: torch.Tensor,
+    page_ids: torch.Tensor,
+    num_rows: torch.Tensor,
+    k_row: int,
+    page_size: int,
+) -> None:
+    """Copies pages of all layers into the table, only the token rows that are valid (onload).
+
+    Args:
+        table: `[layers, pages, page_elements]`, changed in place; rows of a page at or beyond its `num_rows` stay as
+            they are.
+        source: `[layers, n, page_elements]`.
+        page_ids: `[n]` int32; -1 skips the entry. No other id may occur twice.
+        num_rows: `[n]` int32, token rows to copy per page, 0 to `page_size`.
+        k_row: elements of one token's keys, `heads * qk_dim`; the rest of a token's elements are its values.
+        page_size: token rows per page.
+
+    Raises:
+        RuntimeError: a shape, dtype, page id or row count is wrong; nothing was written.
+    """
+    _scatter_pages(table, source, page_ids, num_rows, k_row, page_size)
+
+
+def paged_hstu_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: torch.Tensor,
+    layer: int,
+    offsets: torch.Tensor,
+    num_candidates: torch.Tensor,
+    paged_lens: torch.Tensor,
+    page_indices: torch.Tensor,
+    page_indptr: torch.Tensor,
+    page_size: int,
+    scale: float,
+    norm_len: float,
+    max_attn_len: int,
+) -> torch.Tensor:
+    """HSTU attention of new tokens over cached keys in pages and new keys in the dense tensors (Algorithm 1, step 6).
+
+    `out[t] = sum over visible keys j of silu(scale * q[t] . k[j]) / norm_len * v[j]`. The positions of batch row b are
+    its paged tokens 0 .. `paged_lens[b]` - 1, then its dense rows that are no candidates; P is their number. A history
+    query at position i sees the keys j <= i. A candidate sees all P of them and itself, no other candidate. With a
+    window w = `max_attn_len` > 0 a history query sees i - j <= w, and a candidate, counted as position P, P - j <= w.
+
+    Sums are float32 and over keys in the order of their positions, in blocks that start at fixed positions: the output
+    for a token does not depend on the rest of the batch, on the number of threads, or on which keys come from pages.
+    Token rows of a page at or beyond `paged_lens` are never loaded.
+
+    Args:
+        q: `[T, heads, qk_dim]`; token rows and heads may lie apart (slices of one projection).
+        k: like `q`.
+        v: `[T, heads, v_dim]`.
+        table: `[layers, pages, page_size * heads * (qk_dim + v_dim)]`; `pages` may be 0.
+        layer: the table's layer to read.
+        offsets: `[B + 1]` int64, dense rows of batch row b are `offsets[b]:offsets[b + 1]`, its candidates at the end.
+        num_candidates: `[B]` int64.
+        paged_lens: `[B]` int64, tokens read from pages.
+        page_indices: `[n]` int32, page ids of all rows.
+        page_indptr: `[B + 1]` int32, row b owns `page_indices[page_indptr[b]:page_indptr[b + 1]]`.
+        page_size: token rows per page.
+        scale: factor on q·k.
+        norm_len: the constant divisor.
+        max_attn_len: attention window; 0 means all.
+
+    Returns:
+        `[T, heads, v_dim]`, the dtype of `q`, contiguous.
+
+    Raises:
+        RuntimeError: a shape, dtype, page id, length or the layer is wrong.
+    """
+    return _paged_hstu_attention(
+        q,
+        k,
+        v,
+        table,
+        layer,
+        offsets,
+        num_candidates,
+        paged_lens,
+        page_indices,
+        page_indptr,
+        page_size,
+        scale,
+        norm_len,
+        max_attn_len,
+    )
+
+
+def _fake_in_place(*args: Any) -> None:
+    return None
+
+
+def _fake_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return q.new_empty(v.shape)
+
+
+if _problem is None:
+    for _name in ("append_pages", "gather_pages", "scatter_pages"):
+        torch.library.register_fake(f"mtserve::{_name}", _fake_in_place)
+    torch.library.register_fake("mtserve::paged_hstu_attention", _fake_attention)
