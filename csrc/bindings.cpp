@@ -138,11 +138,23 @@ NB_MODULE(_core, m) {
   nb::class_<Engine>(m, "Engine")
       .def_static(
           "create",
-          [](const IndexConfig& config, int32_t num_layers, int64_t k_row_bytes, int64_t v_row_bytes, uintptr_t table, int64_t table_pages) {
-            Geometry geometry{num_layers, config.page_size, config.slot_tokens, k_row_bytes, v_row_bytes};
-            return std::make_shared<Engine>(config, geometry, DeviceTable{at<std::byte>(table), table_pages, geometry.page_bytes()});
+          [](const IndexConfig& config, int32_t num_layers, int64_t k_row_bytes, int64_t v_row_bytes, uintptr_t table, int64_t table_pages,
+             bool staged_onload, bool staged_offload) {
+            const Geometry geometry{num_layers, config.page_size, config.slot_tokens, k_row_bytes, v_row_bytes};
+            const EngineOptions options{staged_onload ? Strategy::staged : Strategy::direct, staged_offload ? Strategy::staged : Strategy::direct};
+            const DeviceTable pages{at<std::byte>(table), table_pages, geometry.page_bytes()};
+            return std::make_shared<Engine>(config, geometry, pages, nullptr, nullptr, options);
           },
-          "config"_a, "num_layers"_a, "k_row_bytes"_a, "v_row_bytes"_a, "table"_a, "table_pages"_a)
+          "config"_a, "num_layers"_a, "k_row_bytes"_a, "v_row_bytes"_a, "table"_a, "table_pages"_a, "staged_onload"_a = false,
+          "staged_offload"_a = false)
+      .def("inject_faults",
+           [](Engine& self, int64_t onload_copy, int64_t offload_copy, int64_t delay_us) {
+             Faults& faults = self.runtime().faults;
+             faults.onload_copy = onload_copy;
+             faults.offload_copy = offload_copy;
+             faults.delay_us = delay_us;
+           },
+           "onload_copy"_a = 0, "offload_copy"_a = 0, "delay_us"_a = 0)
       .def("begin",
            [](std::shared_ptr<Engine> self, uintptr_t users, uintptr_t lengths, uintptr_t candidates, int64_t rows, int64_t context_tokens,
               uintptr_t token_hashes, uintptr_t context_keys, uint32_t version, uintptr_t layout) {

@@ -431,6 +431,8 @@ def build_engine(config: CacheConfig, table: torch.Tensor) -> Any:
         v_row_bytes=config.v_row * config.element_size,
         table=table.data_ptr(),
         table_pages=table.shape[1],
+        staged_onload=config.onload_strategy == "staged",
+        staged_offload=config.offload_strategy == "staged",
     )
 
 

@@ -12,6 +12,8 @@ from mtserve_plugin.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
+STRATEGIES = ("direct", "staged")
+
 # The host arena's allocation unit at the paper's chunk size: small enough that a user of 40 tokens wastes little.
 _SLOT_TOKENS = 128
 _SLOTS_PER_CHUNK = 8
@@ -39,6 +41,9 @@ class CacheConfig:
         offload_quota_tokens: bound on tokens queued for offload (paper 4.2, offload capacity control).
         tail_write_back: write users near the cold end to the host before eviction reaches them, so that no tail is
             lost; `False` is the paper's policy (full chunks only).
+        onload_strategy: "direct" (host blocks straight into pages) or "staged" (through staging buffers and the onload
+            region, then scattered; paper 4.2). Staged needs `onload_pages`.
+        offload_strategy: "direct" or "staged" (gathered into a transient buffer first; paper 4.2).
         busy_wait_ms: how long `begin` may wait for pages that are busy; 0 means that a row without pages is computed
             without being cached.
         max_open_batches: batches that may be open at once; one more is served uncached, with a warning.
@@ -62,6 +67,8 @@ class CacheConfig:
     host_bytes: int = 0
     offload_quota_tokens: int = 65_536
     tail_write_back: bool = True
+    onload_strategy: str = "direct"
+    offload_strategy: str = "direct"
     busy_wait_ms: int = 0
     max_open_batches: int = 64
 
@@ -74,6 +81,11 @@ class CacheConfig:
             raise ConfigError(f"attn_scale={self.attn_scale!r} must be a positive number, or None for qk_dim ** -0.5")
         if not isinstance(self.tail_write_back, bool):
             raise ConfigError(f"tail_write_back={self.tail_write_back!r} must be True or False")
+        for name in ("onload_strategy", "offload_strategy"):
+            if getattr(self, name) not in STRATEGIES:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(STRATEGIES)}")
+        if self.onload_strategy == "staged" and self.host_bytes and not self.onload_pages:
+            raise ConfigError("onload_strategy='staged' needs an onload region; set onload_pages or use 'direct'")
         if self.page_size * self.element_size % 16:
             raise ConfigError(
                 f"page_size={self.page_size} x {self.element_size} bytes ({self.dtype}) is not a multiple of 16 bytes; "

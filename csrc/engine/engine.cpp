@@ -2,6 +2,8 @@
 
 #include <stdexcept>
 
+#include "runtime/threads.h"
+
 namespace mtserve {
 
 namespace {
@@ -12,74 +14,177 @@ std::unique_ptr<Tier> make_arena(const IndexConfig& config, const Geometry& geom
 
 }  // namespace
 
+class Engine::Decision {
+ public:
+  explicit Decision(Engine& engine) : engine_(engine), lock_(engine.mutex_) { engine.runtime_->locked(); }
+  ~Decision() {
+    engine_.drop_freed();
+    engine_.runtime_->unlocking();
+  }
+
+ private:
+  Engine& engine_;
+  std::lock_guard<std::mutex> lock_;
+};
+
 Engine::OpenBatch::~OpenBatch() {
   if (engine != nullptr && batch.open) engine->abort(*this, true);
 }
 
-Engine::Engine(const IndexConfig& config, const Geometry& geometry, const DeviceTable& table, std::unique_ptr<Tier> tier)
-    : geometry_(geometry),
-      index_(config),
+Engine::Engine(const IndexConfig& config, const Geometry& geometry, const DeviceTable& table, std::unique_ptr<Tier> tier,
+               std::unique_ptr<Runtime> runtime, const EngineOptions& options)
+    : index_(config),
       tier_(tier != nullptr ? std::move(tier) : make_arena(config, geometry)),
-      mover_(geometry, table, *tier_, config.chunk_tokens),
-      onload_worker_(std::make_unique<Worker>()),
-      offload_worker_(std::make_unique<Worker>()) {}
+      runtime_(runtime != nullptr ? std::move(runtime) : std::make_unique<ThreadsRuntime>()),
+      caller_(ThreadsRuntime().make_caller_stream()),
+      places_{geometry, table, config.chunk_tokens, tier_.get()},
+      onload_(std::make_unique<OnloadPipeline>(*runtime_, places_, options.onload, config.num_pages,
+                                               static_cast<int32_t>(table.num_pages - config.num_pages))),
+      offload_(std::make_unique<OffloadPipeline>(*runtime_, places_, options.offload)) {}
 
 Engine::~Engine() { close(); }
 
-void Engine::begin(std::span<const RowRequest> requests, int32_t context_tokens, uint32_t version, OpenBatch& open) {
-  std::vector<TransferTask> onloads;
-  std::lock_guard lock(mutex_);
-  if (closed_) throw std::runtime_error("the cache is closed");
-  open.engine = this;
-  index_.begin(requests, context_tokens, version, open.batch, onloads);
-  start_onloads(std::move(onloads));
-  for (const Ticket ticket : open.batch.loads) open.loads.push_back(loads_.at(ticket));
-  drop_freed();
+void Engine::begin(std::span<const RowRequest> requests, int32_t context_tokens, uint32_t version, OpenBatch& open, Stream* compute) {
+  Orders orders;
+  std::vector<EventPtr> uses;
+  {
+    Decision decision(*this);
+    if (closed_) throw std::runtime_error("the cache is closed");
+    open.engine = this;
+    open.compute = compute != nullptr ? compute : caller_.get();
+    index_.begin(requests, context_tokens, version, open.batch, orders.onloads);
+    register_loads(orders);
+    for (const Ticket ticket : open.batch.loads) open.loads.push_back(loads_.at(ticket));
+    uses = uses_up_to(open.batch.after);
+  }
+  carry_out(std::move(orders));
+  // The batch itself writes pages, and reads what others committed, on its own stream.
+  for (const EventPtr& use : uses) open.compute->wait(use);
 }
 
 bool Engine::wait(OpenBatch& open, int32_t layer) {
-  bool arrived = true;
-  for (const std::shared_ptr<Load>& load : open.loads) arrived &= load->wait(layer);
-  return arrived;
-}
-
-void Engine::commit(OpenBatch& open) {
-  std::vector<TransferTask> offloads;
-  std::lock_guard lock(mutex_);
-  if (closed_) {
-    index_.abort(open.batch, false);
-    return;
+  bool good = true;
+  for (const LoadPtr& load : open.loads) {
+    load->issued[layer]->wait();
+    open.compute->wait(load->ready[layer]);
+    good &= !load->failed;
   }
-  index_.commit(open.batch, offloads);
-  start_offloads(std::move(offloads));
-  drop_freed();
+  return good;
 }
 
-void Engine::abort(OpenBatch& open, bool abandoned) {
-  std::lock_guard lock(mutex_);
-  index_.abort(open.batch, abandoned);
-  drop_freed();
+bool Engine::arrived(const OpenBatch& open) const {
+  for (const LoadPtr& load : open.loads)
+    if (load->failed) return false;
+  return true;
+}
+
+void Engine::commit(OpenBatch& open) { finish(open, true, false); }
+
+void Engine::abort(OpenBatch& open, bool abandoned) { finish(open, false, abandoned); }
+
+void Engine::finish(OpenBatch& open, bool publish, bool abandoned) {
+  // Recorded before the pages can become anybody else's.
+  EventPtr used;
+  if (!open.compute->is_inline()) {
+    used = runtime_->make_event();
+    open.compute->record(used);
+  }
+  Orders orders;
+  {
+    Decision decision(*this);
+    const bool commits = publish && !closed_;
+    remember_use(commits ? index_.commit(open.batch, orders.offloads) : index_.abort(open.batch, abandoned), used);
+    in_flight_ += orders.offloads.size();
+    if (!orders.offloads.empty()) orders.uses = uses_up_to(UINT64_MAX);
+  }
+  carry_out(std::move(orders));
 }
 
 void Engine::prefetch(std::span<const int64_t> users, uint32_t version) {
-  std::vector<TransferTask> onloads;
-  std::lock_guard lock(mutex_);
-  if (closed_) throw std::runtime_error("the cache is closed");
-  index_.prefetch(users, version, onloads);
-  start_onloads(std::move(onloads));
-  drop_freed();
+  Orders orders;
+  {
+    Decision decision(*this);
+    if (closed_) throw std::runtime_error("the cache is closed");
+    index_.prefetch(users, version, orders.onloads);
+    register_loads(orders);
+  }
+  carry_out(std::move(orders));
 }
 
 void Engine::evict(std::span<const int64_t> users) {
-  std::lock_guard lock(mutex_);
+  Decision decision(*this);
   index_.evict(users);
-  drop_freed();
 }
 
 void Engine::clear() {
-  std::lock_guard lock(mutex_);
+  Decision decision(*this);
   index_.clear();
-  drop_freed();
+}
+
+// ---- orders -----------------------------------------------------------------------------------------------------
+
+void Engine::register_loads(Orders& orders) {
+  Fence after = 0;
+  for (const TransferTask& task : orders.onloads) {
+    loads_[task.ticket] = orders.loads.emplace_back(std::make_shared<Load>(*runtime_, places_.geometry.num_layers));
+    after = std::max(after, task.after);
+  }
+  in_flight_ += orders.onloads.size();
+  orders.uses = uses_up_to(after);
+}
+
+void Engine::carry_out(Orders orders) {
+  if (!orders.onloads.empty())
+    onload_->start({std::move(orders.onloads), std::move(orders.loads), orders.uses},
+                   [this](const OnloadPipeline::Group& group) { onloads_done(group); });
+  for (TransferTask& task : orders.offloads)
+    offload_->start(std::move(task), orders.uses, [this](const TransferTask& done, bool ok) { offload_done(done, ok); });
+}
+
+void Engine::onloads_done(const OnloadPipeline::Group& group) {
+  std::vector<std::shared_ptr<Latch>> drained;
+  {
+    Decision decision(*this);
+    for (size_t i = 0; i < group.tasks.size(); ++i) {
+      const bool ok = !group.loads[i]->failed;
+      if (ok) counters_.onload_bytes += task_bytes(places_, group.tasks[i]);
+      index_.onload_done(group.tasks[i], ok);
+      loads_.erase(group.tasks[i].ticket);
+    }
+    in_flight_ -= group.tasks.size();
+    if (in_flight_ == 0) drained.swap(drainers_);
+  }
+  for (const auto& latch : drained) latch->set();
+}
+
+void Engine::offload_done(const TransferTask& task, bool ok) {
+  Orders orders;
+  std::vector<std::shared_ptr<Latch>> drained;
+  {
+    Decision decision(*this);
+    if (ok) counters_.offload_bytes += task_bytes(places_, task);
+    index_.offload_done(task, ok, orders.offloads);
+    in_flight_ += orders.offloads.size();
+    orders.uses = uses_up_to(UINT64_MAX);
+    if (--in_flight_ == 0) drained.swap(drainers_);
+  }
+  carry_out(std::move(orders));
+  for (const auto& latch : drained) latch->set();
+}
+
+// ---- uses -------------------------------------------------------------------------------------------------------
+
+void Engine::remember_use(Fence fence, const EventPtr& event) {
+  if (event != nullptr) uses_.emplace_back(fence, event);
+}
+
+// The uses recorded up to a moment that may not have passed yet.
+std::vector<EventPtr> Engine::uses_up_to(Fence fence) {
+  while (!uses_.empty() && uses_.front().second->done()) uses_.pop_front();
+  std::vector<EventPtr> out;
+  for (const auto& [moment, event] : uses_)
+    if (moment <= fence) out.push_back(event);
+  return out;
 }
 
 // A block is dropped before anybody else can be told to write it.
@@ -89,89 +194,43 @@ void Engine::drop_freed() {
   freed_.clear();
 }
 
-// Layer-major across the batch, so that the first layer of every user is there before the second of any.
-void Engine::start_onloads(std::vector<TransferTask> tasks) {
-  if (tasks.empty()) return;
-  std::vector<std::shared_ptr<Load>> loads;
-  for (const TransferTask& task : tasks) loads_[task.ticket] = loads.emplace_back(std::make_shared<Load>());
-  in_flight_ += tasks.size();
-  onload_worker_->submit([this, tasks = std::move(tasks), loads = std::move(loads)] { run_onloads(tasks, loads); });
-}
-
-void Engine::run_onloads(const std::vector<TransferTask>& tasks, const std::vector<std::shared_ptr<Load>>& loads) {
-  for (int32_t layer = 0; layer < geometry_.num_layers; ++layer)
-    for (size_t i = 0; i < tasks.size(); ++i) {
-      if (loads[i]->failed()) continue;
-      try {
-        mover_.onload_layer(tasks[i], layer);
-        loads[i]->layer_arrived();
-      } catch (...) {
-        loads[i]->fail();
-      }
-    }
-  std::lock_guard lock(mutex_);
-  for (size_t i = 0; i < tasks.size(); ++i) {
-    const bool ok = !loads[i]->failed();
-    if (ok) counters_.onload_bytes += (tasks[i].end - tasks[i].first) * geometry_.num_layers * (geometry_.k_row_bytes + geometry_.v_row_bytes);
-    index_.onload_done(tasks[i], ok);
-    loads_.erase(tasks[i].ticket);
-  }
-  drop_freed();
-  finish_transfers(tasks.size());
-}
-
-void Engine::start_offloads(std::vector<TransferTask> tasks) {
-  in_flight_ += tasks.size();
-  for (TransferTask& task : tasks)
-    offload_worker_->submit([this, task = std::move(task)] { run_offload(task); });
-}
-
-void Engine::run_offload(const TransferTask& task) {
-  bool ok = true;
-  try {
-    for (const Block& block : task.blocks) tier_->reserve(block);
-    for (int32_t layer = 0; layer < geometry_.num_layers; ++layer) mover_.offload_layer(task, layer);
-  } catch (...) {
-    ok = false;
-  }
-  std::lock_guard lock(mutex_);
-  if (ok) counters_.offload_bytes += (task.end - task.first) * geometry_.num_layers * (geometry_.k_row_bytes + geometry_.v_row_bytes);
-  std::vector<TransferTask> next;
-  index_.offload_done(task, ok, next);
-  drop_freed();
-  if (!closed_) start_offloads(std::move(next));
-  finish_transfers(1);
-}
-
-void Engine::finish_transfers(size_t n) {
-  in_flight_ -= n;
-  if (in_flight_ == 0) idle_.notify_all();
-}
+// ---- life -------------------------------------------------------------------------------------------------------
 
 void Engine::drain() {
-  std::unique_lock lock(mutex_);
-  idle_.wait(lock, [this] { return in_flight_ == 0; });
+  const std::shared_ptr<Latch> latch = runtime_->make_latch();
+  {
+    Decision decision(*this);
+    if (in_flight_ == 0) return;
+    drainers_.push_back(latch);
+  }
+  latch->wait();
 }
 
 void Engine::flush() {
   for (;;) {
     drain();
-    std::lock_guard lock(mutex_);
-    if (closed_) return;
-    std::vector<TransferTask> offloads;
-    index_.plan_flush(offloads);
-    if (offloads.empty()) return;
-    start_offloads(std::move(offloads));
+    Orders orders;
+    {
+      Decision decision(*this);
+      if (closed_) return;
+      index_.plan_flush(orders.offloads);
+      if (orders.offloads.empty()) return;
+      in_flight_ += orders.offloads.size();
+      orders.uses = uses_up_to(UINT64_MAX);
+    }
+    carry_out(std::move(orders));
   }
 }
 
 void Engine::close() {
   {
-    std::lock_guard lock(mutex_);
+    Decision decision(*this);
+    if (closed_ && onload_ == nullptr) return;
     closed_ = true;
   }
-  onload_worker_.reset();
-  offload_worker_.reset();
+  drain();
+  onload_.reset();
+  offload_.reset();
 }
 
 }  // namespace mtserve

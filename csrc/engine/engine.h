@@ -1,8 +1,12 @@
-// One cache of one device: the index decides, the workers copy, the engine keeps the two in step.
+// One cache of one device: the index decides, the pipelines copy, the engine keeps the two in step.
+//
+// Time: a batch's pins end in host time, with commit or abort. From then on events protect: each commit and abort
+// records one on the caller's stream (unless that stream runs inline), and whoever is about to write a page waits for
+// those recorded before the page was freed.
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -11,16 +15,22 @@
 #include <vector>
 
 #include "index/index.h"
+#include "runtime/runtime.h"
 #include "tiers/device_table.h"
 #include "tiers/host_arena.h"
 #include "transfer/load.h"
-#include "transfer/mover.h"
-#include "transfer/worker.h"
+#include "transfer/offload.h"
+#include "transfer/onload.h"
 
 namespace mtserve {
 
+struct EngineOptions {
+  Strategy onload = Strategy::direct;
+  Strategy offload = Strategy::direct;
+};
+
 struct TransferCounters {
-  std::atomic<uint64_t> onload_bytes{0}, offload_bytes{0}, waits_that_blocked{0};
+  std::atomic<uint64_t> onload_bytes{0}, offload_bytes{0};
 };
 
 class Engine {
@@ -29,24 +39,30 @@ class Engine {
   struct OpenBatch {
     Engine* engine = nullptr;
     Batch batch;
-    std::vector<std::shared_ptr<Load>> loads;
+    std::vector<LoadPtr> loads;
+    Stream* compute = nullptr;
     ~OpenBatch();
   };
 
-  // `tier` is the host storage; null makes it a host arena of the configuration's size.
-  Engine(const IndexConfig& config, const Geometry& geometry, const DeviceTable& table, std::unique_ptr<Tier> tier = nullptr);
+  // `runtime` null: threads, with the caller's thread as compute. `tier` null: a host arena of the configured size.
+  // Pages of the table behind `config.num_pages` are the onload region.
+  Engine(const IndexConfig& config, const Geometry& geometry, const DeviceTable& table, std::unique_ptr<Tier> tier = nullptr,
+         std::unique_ptr<Runtime> runtime = nullptr, const EngineOptions& options = {});
   ~Engine();
 
   Index& index() { return index_; }
   Tier& tier() { return *tier_; }
+  Runtime& runtime() { return *runtime_; }
 
-  void begin(std::span<const RowRequest> requests, int32_t context_tokens, uint32_t version, OpenBatch& open);
-  // False when the layer's keys and values did not arrive.
+  // `compute` is the caller's stream, null for the caller's own thread. Never waits for a copy.
+  void begin(std::span<const RowRequest> requests, int32_t context_tokens, uint32_t version, OpenBatch& open, Stream* compute = nullptr);
+  // Blocks the host until the layer's copies are issued, then holds the batch's stream until they are done. False when
+  // they are known to have failed; on streams that do not run inline, `arrived` tells in the end.
   bool wait(OpenBatch& open, int32_t layer);
+  bool arrived(const OpenBatch& open) const;
   void commit(OpenBatch& open);
   void abort(OpenBatch& open, bool abandoned = false);
   void prefetch(std::span<const int64_t> users, uint32_t version);
-
   void evict(std::span<const int64_t> users);
   void clear();
 
@@ -54,34 +70,47 @@ class Engine {
   void drain();
   // Persists everything that fits, then waits.
   void flush();
-  // Drains and joins; later calls are errors. Safe to call twice.
+  // Drains and joins; a later begin is an error. Safe to call twice.
   void close();
 
   const TransferCounters& transfer_counters() const { return counters_; }
 
  private:
-  void start_onloads(std::vector<TransferTask> tasks);
-  void start_offloads(std::vector<TransferTask> tasks);
-  void run_onloads(const std::vector<TransferTask>& tasks, const std::vector<std::shared_ptr<Load>>& loads);
-  void run_offload(const TransferTask& task);
-  void finish_transfers(size_t n);
+  // Decisions are taken under one lock; nothing is launched or waited for inside.
+  class Decision;
+  // What a decision wants carried out.
+  struct Orders {
+    std::vector<TransferTask> onloads, offloads;
+    std::vector<LoadPtr> loads;  // one per onload
+    std::vector<EventPtr> uses;
+  };
+
+  void register_loads(Orders& orders);
+  void carry_out(Orders orders);
+  std::vector<EventPtr> uses_up_to(Fence fence);
+  void remember_use(Fence fence, const EventPtr& event);
+  void finish(OpenBatch& open, bool publish, bool abandoned);
+  void onloads_done(const OnloadPipeline::Group& group);
+  void offload_done(const TransferTask& task, bool ok);
   void drop_freed();
 
-  const Geometry geometry_;
   Index index_;
   std::unique_ptr<Tier> tier_;
-  Mover mover_;
+  std::unique_ptr<Runtime> runtime_;
+  std::unique_ptr<Stream> caller_;
+  const Places places_;
   TransferCounters counters_;
 
-  // Taken before the index's lock, never inside it: a load is registered and looked up in one step with the decision.
   std::mutex mutex_;
-  std::condition_variable idle_;
-  std::unordered_map<Ticket, std::shared_ptr<Load>> loads_;
+  std::unordered_map<Ticket, LoadPtr> loads_;
+  std::deque<std::pair<Fence, EventPtr>> uses_;  // recorded, perhaps not passed
   std::vector<Block> freed_;
+  std::vector<std::shared_ptr<Latch>> drainers_;
   size_t in_flight_ = 0;
   bool closed_ = false;
 
-  std::unique_ptr<Worker> onload_worker_, offload_worker_;
+  std::unique_ptr<OnloadPipeline> onload_;
+  std::unique_ptr<OffloadPipeline> offload_;
 };
 
 }  // namespace mtserve

@@ -27,6 +27,11 @@ const AttentionKernel& choose_kernel() {
   return kAttentionBaseline;
 }
 
+const AttentionKernel& chosen_kernel() {
+  static const AttentionKernel& kernel = choose_kernel();
+  return kernel;
+}
+
 // A thread's working memory: it grows and stays, so that no item allocates.
 class Scratch {
  public:
@@ -113,14 +118,16 @@ struct AttentionPlan::State {
   }
 };
 
+const char* attention_isa() { return chosen_kernel().isa; }
+
 AttentionPlan::AttentionPlan(const AttentionProblem& problem, int threads) {
-  static const AttentionKernel& kernel = choose_kernel();
-  state_ = std::make_unique<State>(problem, kernel);
+  state_ = std::make_unique<State>(problem, chosen_kernel());
   State& s = *state_;
   const double cost = s.cut(s.choose_tiles(threads));
   const double work = cost * static_cast<double>(problem.heads * (problem.qk_dim + problem.v_dim));
   const int64_t items = static_cast<int64_t>(s.blocks.size()) * problem.heads;
-  s.workers = static_cast<int>(std::min<double>({static_cast<double>(threads), static_cast<double>(items), 1 + work / kWorthAThread}));
+  s.workers = static_cast<int>(
+      std::min({static_cast<double>(threads), static_cast<double>(items), 1 + work / kWorthAThread}));
   // The costliest first: the small ones fill the gaps at the end.
   if (s.workers > 1) {
     std::stable_sort(s.blocks.begin(), s.blocks.end(), [](const Block& a, const Block& b) { return a.cost > b.cost; });

@@ -23,6 +23,7 @@ struct AttentionItem {
 };
 
 struct AttentionKernel {
+  const char* isa;
   int64_t tile_rows;  // queries that one register tile holds
   int64_t (*scratch_floats)(const AttentionProblem& problem);
   void (*run)(const AttentionProblem& problem, const AttentionItem& item, float* scratch);

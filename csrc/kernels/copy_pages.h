@@ -38,6 +38,7 @@ struct TransferArgs {
   int64_t page_size;
   int64_t k_bytes;
   int64_t v_bytes;
+  int64_t total_bytes;  // of the whole transfer, all threads together
 };
 
 // Both run over the flat range of (layer, entry) pairs [begin, end), entry fastest.

@@ -6,10 +6,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <sstream>
 #include <stdexcept>
-#include <vector>
+#include <string>
 
 #include "kernels/attention.h"
 #include "kernels/copy_pages.h"
@@ -188,6 +187,7 @@ void transfer(const char* op, const Tensor& table, const char* dense_name, const
   args.page_size = page_size;
   args.k_bytes = k_row * bytes;
   args.v_bytes = (row - k_row) * bytes;
+  args.total_bytes = table.size(0) * ids.size * table.size(2) * bytes;
   const int64_t grain = std::max<int64_t>(1, kCopyGrainBytes / std::max<int64_t>(1, table.size(2) * bytes));
   torch::stable::parallel_for(0, table.size(0) * ids.size, grain, [&](int64_t begin, int64_t end) {
     (gather ? gather_pages : scatter_pages)(args, begin, end);
@@ -304,6 +304,8 @@ Tensor paged_hstu_attention_op(const Tensor& q, const Tensor& k, const Tensor& v
   return out;
 }
 
+std::string cpu_isa_op() { return attention_isa(); }
+
 }  // namespace
 }  // namespace mtserve::kernels
 
@@ -318,6 +320,11 @@ STABLE_TORCH_LIBRARY(mtserve, m) {
       "paged_hstu_attention(Tensor q, Tensor k, Tensor v, Tensor table, int layer, Tensor offsets, "
       "Tensor num_candidates, Tensor paged_lens, Tensor page_indices, Tensor page_indptr, int page_size, "
       "float scale, float norm_len, int max_attn_len) -> Tensor");
+  m.def("cpu_isa() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(mtserve, CompositeExplicitAutograd, m) {
+  m.impl("cpu_isa", TORCH_BOX(&mtserve::kernels::cpu_isa_op));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mtserve, CPU, m) {

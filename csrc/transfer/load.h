@@ -1,47 +1,28 @@
-// One onload in flight, seen by every batch that reads the user: which layers have arrived.
+// One onload in flight, seen by every batch that reads the user: which layers are issued, which have arrived.
 #pragma once
 
-#include <condition_variable>
-#include <cstdint>
-#include <mutex>
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "runtime/runtime.h"
 
 namespace mtserve {
 
 class Load {
  public:
-  void layer_arrived() {
-    {
-      std::lock_guard lock(mutex_);
-      ++layers_;
+  Load(Runtime& runtime, int32_t num_layers) {
+    for (int32_t layer = 0; layer < num_layers; ++layer) {
+      issued.push_back(runtime.make_latch());
+      ready.push_back(runtime.make_event());
     }
-    changed_.notify_all();
   }
 
-  void fail() {
-    {
-      std::lock_guard lock(mutex_);
-      failed_ = true;
-    }
-    changed_.notify_all();
-  }
-
-  // Blocks until the layer has arrived; false when it never will.
-  bool wait(int32_t layer) {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return layers_ > layer || failed_; });
-    return layers_ > layer;
-  }
-
-  bool failed() {
-    std::lock_guard lock(mutex_);
-    return failed_;
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  int32_t layers_ = 0;
-  bool failed_ = false;
+  std::vector<std::unique_ptr<Latch>> issued;  // per layer: `ready` is recorded
+  std::vector<EventPtr> ready;                 // per layer: keys and values are in the pages
+  std::atomic<bool> failed{false};             // some copy failed; events still pass, so that nobody hangs
 };
+
+using LoadPtr = std::shared_ptr<Load>;
 
 }  // namespace mtserve

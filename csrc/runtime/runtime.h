@@ -1,0 +1,84 @@
+// Stream, Event, Latch: what the pipelines are written against, once, for every runtime.
+//
+// A *stream* runs its work in order, apart from the host. A *host thread* is a stream whose work may itself use the
+// runtime: launch on other streams, wait for events. An *event* marks a moment of a stream; a *latch* a moment of the
+// host. Memory is handed over by events and latches alone: the sim runtime checks just that.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace mtserve {
+
+// Bytes that an operation reads or writes.
+struct Access {
+  const std::byte* begin = nullptr;
+  int64_t bytes = 0;
+  bool write = false;
+};
+using Accesses = std::vector<Access>;
+using AccessList = std::function<Accesses()>;
+
+class Event {
+ public:
+  virtual ~Event() = default;
+  // Forgets the last record. Nobody may be waiting.
+  virtual void reset() = 0;
+  // True when the marked moment has passed. Throws std::logic_error unless recorded since the last reset: on CUDA an
+  // unrecorded event silently counts as done, which no runtime here may copy.
+  virtual bool done() = 0;
+};
+using EventPtr = std::shared_ptr<Event>;  // queued work keeps what it waits for alive
+
+class Stream {
+ public:
+  virtual ~Stream() = default;
+  // Queues `work`, which must not throw. `name` and `accesses` are for runtimes that check; `accesses` is evaluated
+  // inside the call.
+  virtual void launch(const char* name, std::function<void()> work, const AccessList& accesses) = 0;
+  // Marks the moment when everything queued so far is done.
+  virtual void record(const EventPtr& event) = 0;
+  // Holds what is queued after this until the event is done. Throws std::logic_error on an unrecorded event.
+  virtual void wait(const EventPtr& event) = 0;
+  // True when work runs inside the call, on the caller's thread.
+  virtual bool is_inline() const { return false; }
+};
+
+class Latch {
+ public:
+  virtual ~Latch() = default;
+  virtual void set() = 0;
+  virtual void wait() = 0;  // blocks the calling host thread
+};
+
+// Faults to be injected, deterministic: the n-th copy from now fails. 0 means none.
+struct Faults {
+  std::atomic<int64_t> onload_copy{0}, offload_copy{0};
+  // Microseconds that each copy is delayed.
+  std::atomic<int64_t> delay_us{0};
+};
+
+class Runtime {
+ public:
+  virtual ~Runtime() = default;
+  virtual std::unique_ptr<Stream> make_stream(const std::string& name) = 0;
+  virtual std::unique_ptr<Stream> make_host_thread(const std::string& name) = 0;
+  virtual EventPtr make_event() = 0;
+  virtual std::unique_ptr<Latch> make_latch() = 0;
+  // Blocks the calling host thread until the event is done.
+  virtual void synchronize(const EventPtr& event) = 0;
+  // Declares what the calling host thread itself reads or writes now.
+  virtual void touch(const char* name, const AccessList& accesses) = 0;
+  // The calling host thread takes or gives up the lock that guards shared decisions; carries order like a latch.
+  virtual void locked() {}
+  virtual void unlocking() {}
+
+  Faults faults;
+};
+
+}  // namespace mtserve

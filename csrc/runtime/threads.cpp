@@ -1,0 +1,157 @@
+#include "runtime/threads.h"
+
+#include <pthread.h>
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+namespace mtserve {
+
+namespace {
+
+class ThreadEvent : public Event {
+ public:
+  void reset() override { set(State::fresh); }
+
+  bool done() override {
+    std::lock_guard lock(mutex_);
+    require_recorded();
+    return state_ == State::done;
+  }
+
+  void recorded() { set(State::recorded); }
+
+  // Notifies under the lock: a waiter may destroy the event as soon as it sees it done.
+  void complete() {
+    std::lock_guard lock(mutex_);
+    state_ = State::done;
+    changed_.notify_all();
+  }
+
+  void wait() {
+    std::unique_lock lock(mutex_);
+    require_recorded();
+    changed_.wait(lock, [this] { return state_ == State::done; });
+  }
+
+  void check_recorded() {
+    std::lock_guard lock(mutex_);
+    require_recorded();
+  }
+
+ private:
+  enum class State { fresh, recorded, done };
+
+  void set(State state) {
+    std::lock_guard lock(mutex_);
+    state_ = state;
+  }
+
+  void require_recorded() const {
+    if (state_ == State::fresh) throw std::logic_error("waiting on an event that was not recorded since its reset");
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  State state_ = State::fresh;
+};
+
+class ThreadStream : public Stream {
+ public:
+  explicit ThreadStream(const std::string& name) : thread_([this] { run(); }) {
+    pthread_setname_np(thread_.native_handle(), ("mts-" + name).substr(0, 15).c_str());
+  }
+
+  // Runs what was queued, then joins.
+  ~ThreadStream() override {
+    {
+      std::lock_guard lock(mutex_);
+      closing_ = true;
+    }
+    ready_.notify_one();
+    thread_.join();
+  }
+
+  void launch(const char*, std::function<void()> work, const AccessList&) override { push(std::move(work)); }
+
+  void record(const EventPtr& event) override {
+    static_cast<ThreadEvent&>(*event).recorded();
+    push([event] { static_cast<ThreadEvent&>(*event).complete(); });
+  }
+
+  void wait(const EventPtr& event) override {
+    static_cast<ThreadEvent&>(*event).check_recorded();
+    push([event] { static_cast<ThreadEvent&>(*event).wait(); });
+  }
+
+ private:
+  void push(std::function<void()> work) {
+    {
+      std::lock_guard lock(mutex_);
+      queue_.push_back(std::move(work));
+    }
+    ready_.notify_one();
+  }
+
+  void run() {
+    for (;;) {
+      std::function<void()> work;
+      {
+        std::unique_lock lock(mutex_);
+        ready_.wait(lock, [this] { return closing_ || !queue_.empty(); });
+        if (queue_.empty()) return;
+        work = std::move(queue_.front());
+        queue_.pop_front();
+      }
+      work();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable ready_;
+  std::deque<std::function<void()>> queue_;
+  bool closing_ = false;
+  std::thread thread_;
+};
+
+class CallerStream : public Stream {
+ public:
+  void launch(const char*, std::function<void()> work, const AccessList&) override { work(); }
+  void record(const EventPtr& event) override { static_cast<ThreadEvent&>(*event).complete(); }
+  void wait(const EventPtr& event) override { static_cast<ThreadEvent&>(*event).wait(); }
+  bool is_inline() const override { return true; }
+};
+
+class ThreadLatch : public Latch {
+ public:
+  void set() override {
+    std::lock_guard lock(mutex_);
+    set_ = true;
+    changed_.notify_all();
+  }
+
+  void wait() override {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return set_; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool set_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<Stream> ThreadsRuntime::make_stream(const std::string& name) { return std::make_unique<ThreadStream>(name); }
+std::unique_ptr<Stream> ThreadsRuntime::make_host_thread(const std::string& name) { return std::make_unique<ThreadStream>(name); }
+std::unique_ptr<Stream> ThreadsRuntime::make_caller_stream() { return std::make_unique<CallerStream>(); }
+EventPtr ThreadsRuntime::make_event() { return std::make_shared<ThreadEvent>(); }
+std::unique_ptr<Latch> ThreadsRuntime::make_latch() { return std::make_unique<ThreadLatch>(); }
+void ThreadsRuntime::synchronize(const EventPtr& event) { static_cast<ThreadEvent&>(*event).wait(); }
+
+}  // namespace mtserve

@@ -1,0 +1,150 @@
+#include "transfer/offload.h"
+
+#include <cstring>
+
+#include "tiers/page_copy.h"
+#include "transfer/faults.h"
+
+namespace mtserve {
+
+OffloadPipeline::OffloadPipeline(Runtime& runtime, const Places& places, Strategy strategy)
+    : runtime_(runtime), places_(places), strategy_(strategy), offload_(runtime.make_stream("offload")) {
+  if (strategy == Strategy::staged)
+    for (size_t i = 0; i < staging_.size(); ++i) {
+      staging_[i] = make_staging(places.slice_bytes());
+      workers_[i] = runtime.make_host_thread("offload worker " + std::to_string(i));
+    }
+  finisher_ = runtime.make_host_thread("offload done");
+  issuer_ = runtime.make_host_thread("offload issue");
+}
+
+void OffloadPipeline::start(TransferTask task, std::vector<EventPtr> uses, std::function<void(const TransferTask&, bool)> done) {
+  auto job = std::make_shared<Job>();
+  job->task = std::move(task);
+  job->uses = std::move(uses);
+  job->done = std::move(done);
+  issuer_->launch(
+      "issue offload",
+      [this, job] {
+        for (const EventPtr& use : job->uses) offload_->wait(use);
+        try {
+          for (const Block& block : job->task.blocks) places_.tier->reserve(block);
+        } catch (...) {
+          job->failed = true;
+        }
+        strategy_ == Strategy::staged ? issue_staged(job) : issue_direct(job);
+        finisher_->launch("offload done", [job] { job->done(job->task, !job->failed); }, nullptr);
+      },
+      nullptr);
+}
+
+void OffloadPipeline::issue_direct(const JobPtr& job) {
+  for (int32_t layer = 0; layer < places_.geometry.num_layers; ++layer) {
+    auto parts = std::make_shared<const std::vector<Slice>>(slices(places_, job->task, layer));
+    offload_->launch(
+        "offload copy",
+        [this, job, parts, layer] {
+          if (job->failed) return;
+          try {
+            strike(runtime_.faults, runtime_.faults.offload_copy);
+            for (const Slice& slice : *parts) places_.tier->write(slice.block, layer, slice.rows);
+          } catch (...) {
+            job->failed = true;
+          }
+        },
+        [&] { return slice_accesses(places_, *parts, layer, false); });
+  }
+  EventPtr written = runtime_.make_event();
+  offload_->record(written);
+  finisher_->wait(written);
+}
+
+void OffloadPipeline::issue_staged(const JobPtr& job) {
+  const Geometry& g = places_.geometry;
+  try {
+    job->transient.reset(new std::byte[job->task.pages.size() * static_cast<size_t>(g.num_layers * g.page_bytes())]);
+  } catch (...) {
+    job->failed = true;
+    return;
+  }
+  for (int32_t layer = 0; layer < g.num_layers; ++layer) gather(job, layer);
+  for (int32_t layer = 0; layer < g.num_layers; ++layer)
+    for (const Slice& slice : slices(places_, job->task, layer)) drain_slice(job, slice, layer);
+  for (const StagingBuffer& buffer : staging_)
+    if (buffer.free != nullptr) finisher_->wait(buffer.free);
+}
+
+std::byte* OffloadPipeline::transient_page(const Job& job, int32_t layer, int32_t page) const {
+  const int64_t pages = static_cast<int64_t>(job.task.pages.size());
+  return job.transient.get() + (layer * pages + page) * places_.geometry.page_bytes();
+}
+
+void OffloadPipeline::gather(const JobPtr& job, int32_t layer) {
+  auto parts = std::make_shared<const std::vector<Slice>>(slices(places_, job->task, layer));
+  offload_->launch(
+      "gather",
+      [this, job, parts, layer] {
+        for (const Slice& slice : *parts)
+          for (size_t i = 0; i < slice.rows.size(); ++i) {
+            const PageRows& r = slice.rows[i];
+            copy_rows(places_.geometry, transient_page(*job, layer, slice.first_page + static_cast<int32_t>(i)), r.page, r.first, r.end);
+          }
+      },
+      [&] {
+        Accesses out;
+        for (const Slice& slice : *parts)
+          for (size_t i = 0; i < slice.rows.size(); ++i) {
+            const PageRows& r = slice.rows[i];
+            add_rows(out, places_.geometry, r.page, r.first, r.end, false);
+            add_rows(out, places_.geometry, transient_page(*job, layer, slice.first_page + static_cast<int32_t>(i)), r.first, r.end, true);
+          }
+        return out;
+      });
+}
+
+void OffloadPipeline::drain_slice(const JobPtr& job, const Slice& slice, int32_t layer) {
+  const Geometry& g = places_.geometry;
+  const size_t turn = staged_slices_++ % staging_.size();
+  StagingBuffer& buffer = staging_[turn];
+  // The buffer is refilled only when its worker has written what it held.
+  if (buffer.free != nullptr) runtime_.synchronize(buffer.free);
+  const int64_t bytes = static_cast<int64_t>(slice.rows.size()) * g.page_bytes();
+  const std::byte* from = transient_page(*job, layer, slice.first_page);
+  std::byte* to = buffer.bytes.get();
+  offload_->launch(
+      "offload copy",
+      [this, job, from, to, bytes] {
+        try {
+          strike(runtime_.faults, runtime_.faults.offload_copy);
+          std::memcpy(to, from, static_cast<size_t>(bytes));
+        } catch (...) {
+          job->failed = true;
+        }
+      },
+      [&] { return Accesses{{from, bytes, false}, {to, bytes, true}}; });
+  EventPtr landed = runtime_.make_event();
+  offload_->record(landed);
+
+  std::vector<PageRows> staged = slice.rows;
+  for (size_t i = 0; i < staged.size(); ++i) staged[i].page = to + i * g.page_bytes();
+  workers_[turn]->wait(landed);
+  workers_[turn]->launch(
+      "write host block",
+      [this, job, block = slice.block, layer, staged] {
+        if (job->failed) return;
+        try {
+          places_.tier->write(block, layer, staged);
+        } catch (...) {
+          job->failed = true;
+        }
+      },
+      [&] {
+        Accesses out{{to, bytes, false}};
+        for (const PageRows& r : staged) add_rows(out, g, places_.tier->address(slice.block, layer, r.page_in_block), r.first, r.end, true);
+        return out;
+      });
+  buffer.free = runtime_.make_event();
+  workers_[turn]->record(buffer.free);
+}
+
+}  // namespace mtserve

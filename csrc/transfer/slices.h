@@ -1,0 +1,75 @@
+// Cuts a transfer task into the unit of movement: one layer's slice of one block.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "index/types.h"
+#include "runtime/runtime.h"
+#include "tiers/device_table.h"
+#include "tiers/tier.h"
+
+namespace mtserve {
+
+struct Slice {
+  Block block;
+  int32_t first_page = 0;      // index of the slice's first page among the task's pages
+  std::vector<PageRows> rows;  // one per page, in order
+};
+
+// Where the parts of a transfer lie; shared by both pipelines.
+struct Places {
+  Geometry geometry;
+  DeviceTable table;
+  int32_t chunk_tokens = 0;
+  Tier* tier = nullptr;
+
+  int32_t chunk_pages() const { return chunk_tokens / geometry.page_size; }
+  int64_t slice_bytes() const { return chunk_pages() * geometry.page_bytes(); }
+};
+
+inline std::vector<Slice> slices(const Places& places, const TransferTask& task, int32_t layer) {
+  const int32_t size = places.geometry.page_size;
+  const int32_t first_page = task.first / size;
+  std::vector<Slice> out;
+  int32_t at = task.first;
+  for (const Block& block : task.blocks) {
+    const int32_t chunk = at / places.chunk_tokens;
+    const int32_t end = std::min(task.end, (chunk + 1) * places.chunk_tokens);
+    Slice slice{block, at / size - first_page, {}};
+    while (at < end) {
+      const int32_t page = at / size;
+      const int32_t stop = std::min(end, (page + 1) * size);
+      slice.rows.push_back({places.table.page(layer, task.pages[page - first_page]), page - chunk * places.chunk_pages(),
+                            at - page * size, stop - page * size});
+      at = stop;
+    }
+    out.push_back(std::move(slice));
+  }
+  return out;
+}
+
+// The bytes of token rows [first, end) of a page: a piece of its K block and one of its V block.
+inline void add_rows(Accesses& out, const Geometry& g, const std::byte* page, int32_t first, int32_t end, bool write) {
+  if (page == nullptr || end <= first) return;
+  out.push_back({page + first * g.k_row_bytes, (end - first) * g.k_row_bytes, write});
+  out.push_back({page + g.page_size * g.k_row_bytes + first * g.v_row_bytes, (end - first) * g.v_row_bytes, write});
+}
+
+// What moving slices between pages and host blocks touches.
+inline Accesses slice_accesses(const Places& places, const std::vector<Slice>& parts, int32_t layer, bool to_pages) {
+  Accesses out;
+  for (const Slice& slice : parts)
+    for (const PageRows& r : slice.rows) {
+      add_rows(out, places.geometry, r.page, r.first, r.end, to_pages);
+      add_rows(out, places.geometry, places.tier->address(slice.block, layer, r.page_in_block), r.first, r.end, !to_pages);
+    }
+  return out;
+}
+
+inline int64_t task_bytes(const Places& places, const TransferTask& task) {
+  const Geometry& g = places.geometry;
+  return int64_t{task.end - task.first} * g.num_layers * (g.k_row_bytes + g.v_row_bytes);
+}
+
+}  // namespace mtserve
