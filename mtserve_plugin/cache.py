@@ -111,6 +111,10 @@ class KVCache(ABC):
         """Waits until all transfers in flight are done and everything that fits is persisted in the host tier."""
 
     @abstractmethod
+    def drain(self) -> None:
+        """Waits until all transfers in flight are done; starts none."""
+
+    @abstractmethod
     def close(self) -> None:
         """Drains the transfers, joins the threads, frees the memory. Safe to call twice."""
 
@@ -209,6 +213,9 @@ class NoCache(KVCache):
         pass
 
     def flush(self) -> None:
+        pass
+
+    def drain(self) -> None:
         pass
 
     def close(self) -> None:
@@ -361,6 +368,10 @@ class HierarchicalKVCache(KVCache):
     def flush(self) -> None:
         self._check_process()
         self._engine.flush()
+
+    def drain(self) -> None:
+        self._check_process()
+        self._engine.drain()
 
     def close(self) -> None:
         # After a fork the threads exist only in the parent: the child neither joins nor frees.

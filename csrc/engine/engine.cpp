@@ -92,7 +92,8 @@ void Engine::finish(OpenBatch& open, bool publish, bool abandoned) {
   Orders orders;
   {
     Decision decision(*this);
-    const bool commits = publish && !closed_;
+    // Nothing is published that may have been computed from what never arrived.
+    const bool commits = publish && !closed_ && arrived(open);
     remember_use(commits ? index_.commit(open.batch, orders.offloads) : index_.abort(open.batch, abandoned), used);
     in_flight_ += orders.offloads.size();
     if (!orders.offloads.empty()) orders.uses = uses_up_to(UINT64_MAX);

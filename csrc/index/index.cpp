@@ -161,7 +161,7 @@ void Index::grant(const RowRequest& request, size_t row_index, bool leads, Batch
   if (cached <= batch.context_tokens) cached = 0;
   const int32_t on_device = std::min(cached, e.device);
   if (load_end > 0 && cached > 0) start_onload(id, load_end, after, onloads);
-  if (e.load != 0 && cached > e.device) batch.loads.push_back(e.load);
+  if (e.load != 0 && cached > 0) batch.loads.push_back(e.load);
 
   row.epoch = e.epoch;
   row.cached = cached;
@@ -265,10 +265,11 @@ void Index::onload_done(const TransferTask& task, bool ok) {
   if (ok) {
     e.device = std::max(e.device, task.end);
   } else {
-    // What cannot be read does not count as cached; pages stay until the last reader is gone.
+    // What could not be read does not count as cached, nor does what was computed from it and published meanwhile.
+    // Pages stay until the last reader is gone.
     ++counters_.onload_failures;
-    counters_.lost_tokens += std::max(std::min(e.committed(), e.cut) - std::max(e.device, task.first), 0);
-    e.cut = std::min(e.cut, std::max(e.device, task.first));
+    counters_.lost_tokens += std::max(std::min(e.committed(), e.cut) - task.first, 0);
+    e.cut = std::min(e.cut, task.first);
   }
   unpin(task.entry);
 }

@@ -81,8 +81,8 @@ struct AttentionPlan::State {
 
   State(const AttentionProblem& p, const AttentionKernel& k) : problem(p), kernel(k) {}
 
-  // Tiles of queries per item: as many as leave each thread several items, because all queries of an item share the
-  // packing of their keys. The result does not depend on it.
+  // Tiles of queries per item: as many as leave each thread several items, because all queries of an item
+  // share the packing of their keys. The result does not depend on it.
   int64_t choose_tiles(int threads) const {
     if (threads == 1) return kMaxTiles;
     int64_t tiles = kMaxTiles;
@@ -130,7 +130,8 @@ AttentionPlan::AttentionPlan(const AttentionProblem& problem, int threads) {
       std::min({static_cast<double>(threads), static_cast<double>(items), 1 + work / kWorthAThread}));
   // The costliest first: the small ones fill the gaps at the end.
   if (s.workers > 1) {
-    std::stable_sort(s.blocks.begin(), s.blocks.end(), [](const Block& a, const Block& b) { return a.cost > b.cost; });
+    std::stable_sort(s.blocks.begin(), s.blocks.end(),
+                     [](const Block& a, const Block& b) { return a.cost > b.cost; });
   }
 }
 

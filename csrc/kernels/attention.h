@@ -1,8 +1,8 @@
 // HSTU attention over cached keys in pages and new keys in dense rows, on the CPU.
 //
-// The keys of batch row b have positions: 0 .. paged-1 in pages, then the row's dense rows that are no candidates. A
-// history query at position i sees the keys j <= i; a candidate sees all of them and itself. See `ops.py` for the
-// operator.
+// The keys of batch row b have positions: 0 .. paged-1 in pages, then the row's dense rows that are no
+// candidates. A history query at position i sees the keys j <= i; a candidate sees all of them and itself.
+// See `ops.py` for the operator.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,8 @@ struct AttentionProblem {
   int64_t q_stride[2];  // token, head
   int64_t k_stride[2];
   int64_t v_stride[2];
-  const void* table;  // of one layer: pages, each [page_size, heads, qk_dim] and then [page_size, heads, v_dim]
+  const void*
+      table;  // of one layer: pages, each [page_size, heads, qk_dim] and then [page_size, heads, v_dim]
   int64_t page_stride;
   void* out;  // [tokens, heads, v_dim], contiguous
   const int64_t* offsets;
@@ -39,8 +40,8 @@ struct AttentionProblem {
   int64_t max_attn_len;  // 0: all
 };
 
-// The instruction set that attention uses on this processor: "avx512", "avx2" or "baseline". The environment variable
-// MTSERVE_CPU_ISA, read once, forbids the wider ones.
+// The instruction set that attention uses on this processor: "avx512", "avx2" or "baseline". The environment
+// variable MTSERVE_CPU_ISA, read once, forbids the wider ones.
 const char* attention_isa();
 
 // The work of one call, cut into items that threads take one after the other.

@@ -7,9 +7,9 @@
 
 namespace mtserve::kernels {
 
-// Keys are summed up in blocks that start at multiples of this position, for every instruction set, whether they come
-// from pages or dense rows: that keeps the order of additions, and so the bits of the result, independent of how much
-// of a history was cached.
+// Keys are summed up in blocks that start at multiples of this position, for every instruction set, whether
+// they come from pages or dense rows: that keeps the order of additions, and so the bits of the result,
+// independent of how much of a history was cached.
 constexpr int64_t kKeyBlock = 128;
 constexpr int64_t kMaxTiles = 8;
 constexpr int64_t kMaxTileRows = 16;
@@ -35,14 +35,16 @@ extern const AttentionKernel kAttentionAvx2;
 extern const AttentionKernel kAttentionAvx512;
 #endif
 
-// Positions of the keys that a dense row sees in pages and history, [first, last); a candidate sees itself besides.
+// Positions of the keys that a dense row sees in pages and history, [first, last); a candidate sees itself
+// besides.
 struct Visible {
   int64_t first;
   int64_t last;
 };
 
 // Not `inline`: the builds for different instruction sets must not share its code.
-[[maybe_unused]] static Visible visible_keys(int64_t paged, int64_t history, int64_t dense_row, int64_t max_attn_len) {
+[[maybe_unused]] static Visible visible_keys(int64_t paged, int64_t history, int64_t dense_row,
+                                             int64_t max_attn_len) {
   const bool candidate = dense_row >= history;
   const int64_t position = paged + (candidate ? history : dense_row);
   const int64_t first = max_attn_len > 0 && position > max_attn_len ? position - max_attn_len : 0;

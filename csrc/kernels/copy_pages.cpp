@@ -9,8 +9,8 @@
 namespace mtserve::kernels {
 namespace {
 
-// Transfers from this size on leave no cache useful anyway: stores past the caches spare reading the lines that they
-// overwrite. (memcpy decides by the size of one call, which here is a page.)
+// Transfers from this size on leave no cache useful anyway: stores past the caches spare reading the lines
+// that they overwrite. (memcpy decides by the size of one call, which here is a page.)
 constexpr int64_t kStreamBytes = 32 << 20;
 
 void copy(const char* from, char* to, int64_t bytes, bool stream) {
@@ -87,7 +87,8 @@ void gather_pages(const TransferArgs& args, int64_t begin, int64_t end) {
   for_each_page(args, begin, end, [&](int64_t layer, int64_t entry, bool stream) {
     const int64_t page = args.page_ids[entry];
     copy_page(args, args.from + layer * args.from_layer_stride + page * args.from_page_stride,
-              args.to + layer * args.to_layer_stride + entry * args.to_page_stride, args.num_rows[entry], stream);
+              args.to + layer * args.to_layer_stride + entry * args.to_page_stride, args.num_rows[entry],
+              stream);
   });
 }
 
@@ -95,7 +96,8 @@ void scatter_pages(const TransferArgs& args, int64_t begin, int64_t end) {
   for_each_page(args, begin, end, [&](int64_t layer, int64_t entry, bool stream) {
     const int64_t page = args.page_ids[entry];
     copy_page(args, args.from + layer * args.from_layer_stride + entry * args.from_page_stride,
-              args.to + layer * args.to_layer_stride + page * args.to_page_stride, args.num_rows[entry], stream);
+              args.to + layer * args.to_layer_stride + page * args.to_page_stride, args.num_rows[entry],
+              stream);
   });
 }
 

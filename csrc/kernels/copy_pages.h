@@ -1,8 +1,8 @@
 // Copies of token rows and pages between dense tensors and the device table.
 //
-// The table is [layers, pages, page_size * (k_row + v_row)]: a page of one layer is its K block [page_size, k_row] and
-// behind it its V block [page_size, v_row]. All strides and sizes are bytes, so that one copy serves every dtype, and
-// 64 bits wide: a page id is widened before it is multiplied.
+// The table is [layers, pages, page_size * (k_row + v_row)]: a page of one layer is its K block [page_size,
+// k_row] and behind it its V block [page_size, v_row]. All strides and sizes are bytes, so that one copy
+// serves every dtype, and 64 bits wide: a page id is widened before it is multiplied.
 #pragma once
 
 #include <cstdint>

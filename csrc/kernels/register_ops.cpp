@@ -1,4 +1,5 @@
-// torch.ops.mtserve.*: argument checks and calls of the kernels. The schemas are documented in `mtserve_plugin/ops.py`.
+// torch.ops.mtserve.*: argument checks and calls of the kernels. The schemas are documented in
+// `mtserve_plugin/ops.py`.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -31,10 +32,10 @@ template <class... Parts>
 }
 
 // The parts are only evaluated when the condition fails.
-#define CHECK_ARG(condition, ...)                \
-  do {                                           \
-    if (!(condition)) [[unlikely]]               \
-      fail(op, __VA_ARGS__);                     \
+#define CHECK_ARG(condition, ...)  \
+  do {                             \
+    if (!(condition)) [[unlikely]] \
+      fail(op, __VA_ARGS__);       \
   } while (false)
 
 struct Shape {
@@ -94,10 +95,11 @@ void check_page_size(const char* op, int64_t page_size) {
 // Page ids and row counts of a transfer.
 void check_pages(const char* op, const Indices<int32_t>& ids, const Indices<int32_t>& rows, int64_t pages,
                  int64_t page_size) {
-  CHECK_ARG(rows.size == ids.size, "num_rows has ", rows.size, " entries; expected ", ids.size, ", one per page id");
+  CHECK_ARG(rows.size == ids.size, "num_rows has ", rows.size, " entries; expected ", ids.size,
+            ", one per page id");
   for (int64_t i = 0; i < ids.size; ++i) {
-    CHECK_ARG(ids.data[i] >= -1 && ids.data[i] < pages, "page_ids[", i, "] is ", ids.data[i], "; the table has ",
-              pages, " pages (-1 skips)");
+    CHECK_ARG(ids.data[i] >= -1 && ids.data[i] < pages, "page_ids[", i, "] is ", ids.data[i],
+              "; the table has ", pages, " pages (-1 skips)");
     CHECK_ARG(rows.data[i] >= 0 && rows.data[i] <= page_size, "num_rows[", i, "] is ", rows.data[i],
               "; expected 0 to page_size=", page_size);
   }
@@ -106,15 +108,16 @@ void check_pages(const char* op, const Indices<int32_t>& ids, const Indices<int3
 // A table, or the dense pages of a transfer: [layers, pages, page_elements], the last dimension contiguous.
 void check_table(const char* op, const char* name, const Tensor& x) {
   check_dim(op, name, x, 3, "[layers, pages, page_elements]");
-  CHECK_ARG(x.size(2) <= 1 || x.stride(2) == 1, name, " must be contiguous in its last dimension; its stride is ",
-            x.stride(2));
+  CHECK_ARG(x.size(2) <= 1 || x.stride(2) == 1, name,
+            " must be contiguous in its last dimension; its stride is ", x.stride(2));
 }
 
 void append_pages_op(Tensor table, int64_t layer, const Tensor& k, const Tensor& v, const Tensor& slots,
                      int64_t page_size) {
   constexpr const char* op = "append_pages";
   check_table(op, "table", table);
-  CHECK_ARG(layer >= 0 && layer < table.size(0), "layer is ", layer, "; the table has ", table.size(0), " layers");
+  CHECK_ARG(layer >= 0 && layer < table.size(0), "layer is ", layer, "; the table has ", table.size(0),
+            " layers");
   check_dim(op, "k", k, 3, "[tokens, heads, qk_dim]");
   check_dim(op, "v", v, 3, "[tokens, heads, v_dim]");
   check_dtype(op, "k", k, table.scalar_type());
@@ -123,13 +126,14 @@ void append_pages_op(Tensor table, int64_t layer, const Tensor& k, const Tensor&
   const auto at = indices<int64_t>(op, "slots", slots);
   const int64_t tokens = k.size(0), k_row = k.size(1) * k.size(2), v_row = v.size(1) * v.size(2);
   CHECK_ARG(v.size(0) == tokens, "v has ", v.size(0), " token rows; k has ", tokens);
-  CHECK_ARG(at.size == tokens, "slots has ", at.size, " entries; expected ", tokens, ", one per token row of k");
+  CHECK_ARG(at.size == tokens, "slots has ", at.size, " entries; expected ", tokens,
+            ", one per token row of k");
   CHECK_ARG(table.size(2) == page_size * (k_row + v_row), "table has pages of ", table.size(2),
             " elements; page_size=", page_size, " token rows of k and v are ", page_size * (k_row + v_row));
   const int64_t limit = table.size(1) * page_size;
   for (int64_t t = 0; t < tokens; ++t) {
-    CHECK_ARG(at.data[t] >= -1 && at.data[t] < limit, "slots[", t, "] is ", at.data[t], "; the table has ", limit,
-              " slots (-1 skips)");
+    CHECK_ARG(at.data[t] >= -1 && at.data[t] < limit, "slots[", t, "] is ", at.data[t], "; the table has ",
+              limit, " slots (-1 skips)");
   }
 
   const auto dense_rows = [](const Tensor& x) {
@@ -149,7 +153,8 @@ void append_pages_op(Tensor table, int64_t layer, const Tensor& k, const Tensor&
   args.k_bytes = k_row * bytes;
   args.v_bytes = v_row * bytes;
   args.slots = at.data;
-  const int64_t grain = std::max<int64_t>(1, kCopyGrainBytes / std::max<int64_t>(1, args.k_bytes + args.v_bytes));
+  const int64_t grain =
+      std::max<int64_t>(1, kCopyGrainBytes / std::max<int64_t>(1, args.k_bytes + args.v_bytes));
   torch::stable::parallel_for(0, tokens, grain,
                               [&](int64_t begin, int64_t end) { append_pages(args, begin, end); });
 }
@@ -164,12 +169,14 @@ void transfer(const char* op, const Tensor& table, const char* dense_name, const
   const auto ids = indices<int32_t>(op, "page_ids", page_ids);
   const auto rows = indices<int32_t>(op, "num_rows", num_rows);
   check_pages(op, ids, rows, table.size(1), page_size);
-  CHECK_ARG(dense.size(0) == table.size(0) && dense.size(1) == ids.size && dense.size(2) == table.size(2), dense_name,
-            " has shape ", Shape{dense}, "; expected [", table.size(0), ", ", ids.size, ", ", table.size(2), "]");
-  CHECK_ARG(table.size(2) % page_size == 0, "page_size=", page_size, " does not divide the table's ", table.size(2),
-            " elements per page");
+  CHECK_ARG(dense.size(0) == table.size(0) && dense.size(1) == ids.size && dense.size(2) == table.size(2),
+            dense_name, " has shape ", Shape{dense}, "; expected [", table.size(0), ", ", ids.size, ", ",
+            table.size(2), "]");
+  CHECK_ARG(table.size(2) % page_size == 0, "page_size=", page_size, " does not divide the table's ",
+            table.size(2), " elements per page");
   const int64_t row = table.size(2) / page_size;
-  CHECK_ARG(k_row >= 0 && k_row <= row, "k_row is ", k_row, "; a token's K and V together have ", row, " elements");
+  CHECK_ARG(k_row >= 0 && k_row <= row, "k_row is ", k_row, "; a token's K and V together have ", row,
+            " elements");
 
   const auto bytes = static_cast<int64_t>(table.element_size());
   const Tensor& from = gather ? table : dense;
@@ -194,8 +201,8 @@ void transfer(const char* op, const Tensor& table, const char* dense_name, const
   });
 }
 
-void gather_pages_op(const Tensor& table, Tensor out, const Tensor& page_ids, const Tensor& num_rows, int64_t k_row,
-                     int64_t page_size) {
+void gather_pages_op(const Tensor& table, Tensor out, const Tensor& page_ids, const Tensor& num_rows,
+                     int64_t k_row, int64_t page_size) {
   transfer("gather_pages", table, "out", out, page_ids, num_rows, k_row, page_size, true);
 }
 
@@ -205,7 +212,8 @@ void scatter_pages_op(Tensor table, const Tensor& source, const Tensor& page_ids
 }
 
 // Checks that what a batch row says about itself can be read without leaving any tensor.
-void check_rows(const char* op, const AttentionProblem& p, int64_t tokens, int64_t num_indices, int64_t pages) {
+void check_rows(const char* op, const AttentionProblem& p, int64_t tokens, int64_t num_indices,
+                int64_t pages) {
   CHECK_ARG(p.offsets[0] == 0, "offsets[0] is ", p.offsets[0], "; expected 0");
   CHECK_ARG(p.page_indptr[0] >= 0, "page_indptr[0] is ", p.page_indptr[0], "; it cannot be negative");
   for (int64_t b = 0; b < p.rows; ++b) {
@@ -215,41 +223,44 @@ void check_rows(const char* op, const AttentionProblem& p, int64_t tokens, int64
               p.num_candidates[b], "; row ", b, " has ", dense, " dense rows");
     CHECK_ARG(p.paged_lens[b] >= 0, "paged_lens[", b, "] is ", p.paged_lens[b], "; it cannot be negative");
     const int64_t first = p.page_indptr[b], last = p.page_indptr[b + 1];
-    CHECK_ARG(last >= first && last <= num_indices, "page_indptr[", b + 1, "] is ", last, "; expected ", first,
-              " to ", num_indices, ", the entries of page_indices");
+    CHECK_ARG(last >= first && last <= num_indices, "page_indptr[", b + 1, "] is ", last, "; expected ",
+              first, " to ", num_indices, ", the entries of page_indices");
     const int64_t needed = p.paged_lens[b] / p.page_size + (p.paged_lens[b] % p.page_size != 0);
     CHECK_ARG(needed <= last - first, "paged_lens[", b, "] is ", p.paged_lens[b], ", which needs ", needed,
               " pages; page_indptr gives row ", b, " ", last - first);
     for (int64_t i = first; i < first + needed; ++i) {
-      CHECK_ARG(p.page_indices[i] >= 0 && p.page_indices[i] < pages, "page_indices[", i, "] is ", p.page_indices[i],
-                "; the table has ", pages, " pages");
+      CHECK_ARG(p.page_indices[i] >= 0 && p.page_indices[i] < pages, "page_indices[", i, "] is ",
+                p.page_indices[i], "; the table has ", pages, " pages");
     }
   }
-  CHECK_ARG(p.offsets[p.rows] == tokens, "offsets ends at ", p.offsets[p.rows], "; q has ", tokens, " token rows");
+  CHECK_ARG(p.offsets[p.rows] == tokens, "offsets ends at ", p.offsets[p.rows], "; q has ", tokens,
+            " token rows");
 }
 
-Tensor paged_hstu_attention_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& table, int64_t layer,
-                               const Tensor& offsets, const Tensor& num_candidates, const Tensor& paged_lens,
-                               const Tensor& page_indices, const Tensor& page_indptr, int64_t page_size,
-                               double scale, double norm_len, int64_t max_attn_len) {
+Tensor paged_hstu_attention_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& table,
+                               int64_t layer, const Tensor& offsets, const Tensor& num_candidates,
+                               const Tensor& paged_lens, const Tensor& page_indices,
+                               const Tensor& page_indptr, int64_t page_size, double scale, double norm_len,
+                               int64_t max_attn_len) {
   constexpr const char* op = "paged_hstu_attention";
   check_dim(op, "q", q, 3, "[tokens, heads, qk_dim]");
   check_dim(op, "v", v, 3, "[tokens, heads, v_dim]");
   const int64_t tokens = q.size(0), heads = q.size(1), qk_dim = q.size(2), v_dim = v.size(2);
   CHECK_ARG(k.dim() == 3 && k.size(0) == tokens && k.size(1) == heads && k.size(2) == qk_dim, "k has shape ",
             Shape{k}, "; expected that of q, ", Shape{q});
-  CHECK_ARG(v.size(0) == tokens && v.size(1) == heads, "v has shape ", Shape{v}, "; expected [", tokens, ", ", heads,
-            ", v_dim]");
+  CHECK_ARG(v.size(0) == tokens && v.size(1) == heads, "v has shape ", Shape{v}, "; expected [", tokens, ", ",
+            heads, ", v_dim]");
   check_table(op, "table", table);
-  CHECK_ARG(layer >= 0 && layer < table.size(0), "layer is ", layer, "; the table has ", table.size(0), " layers");
+  CHECK_ARG(layer >= 0 && layer < table.size(0), "layer is ", layer, "; the table has ", table.size(0),
+            " layers");
   check_page_size(op, page_size);
   const DType dtype = floating_dtype(op, "q", q);
   check_dtype(op, "k", k, q.scalar_type());
   check_dtype(op, "v", v, q.scalar_type());
   check_dtype(op, "table", table, q.scalar_type());
   const int64_t page_elements = page_size * heads * (qk_dim + v_dim);
-  CHECK_ARG(table.size(2) == page_elements, "table has pages of ", table.size(2), " elements; page_size=", page_size,
-            " token rows of k and v are ", page_elements);
+  CHECK_ARG(table.size(2) == page_elements, "table has pages of ", table.size(2),
+            " elements; page_size=", page_size, " token rows of k and v are ", page_elements);
   CHECK_ARG(norm_len > 0 && std::isfinite(norm_len), "norm_len is ", norm_len, "; it must be positive");
   CHECK_ARG(std::isfinite(scale), "scale is ", scale, "; it must be finite");
   CHECK_ARG(max_attn_len >= 0, "max_attn_len is ", max_attn_len, "; it must not be negative (0: no window)");
@@ -260,7 +271,8 @@ Tensor paged_hstu_attention_op(const Tensor& q, const Tensor& k, const Tensor& v
   const auto indptr = indices<int32_t>(op, "page_indptr", page_indptr);
   CHECK_ARG(starts.size >= 1, "offsets is empty; expected batch size + 1 entries");
   const int64_t rows = starts.size - 1;
-  CHECK_ARG(candidates.size == rows, "num_candidates has ", candidates.size, " entries; offsets says ", rows, " rows");
+  CHECK_ARG(candidates.size == rows, "num_candidates has ", candidates.size, " entries; offsets says ", rows,
+            " rows");
   CHECK_ARG(paged.size == rows, "paged_lens has ", paged.size, " entries; offsets says ", rows, " rows");
   CHECK_ARG(indptr.size == rows + 1, "page_indptr has ", indptr.size, " entries; expected ", rows + 1);
 
@@ -312,9 +324,11 @@ std::string cpu_isa_op() { return attention_isa(); }
 STABLE_TORCH_LIBRARY(mtserve, m) {
   m.def("append_pages(Tensor(a!) table, int layer, Tensor k, Tensor v, Tensor slots, int page_size) -> ()");
   m.def(
-      "gather_pages(Tensor table, Tensor(a!) out, Tensor page_ids, Tensor num_rows, int k_row, int page_size) -> ()");
+      "gather_pages(Tensor table, Tensor(a!) out, Tensor page_ids, Tensor num_rows, int k_row, int "
+      "page_size) -> ()");
   m.def(
-      "scatter_pages(Tensor(a!) table, Tensor source, Tensor page_ids, Tensor num_rows, int k_row, int page_size) "
+      "scatter_pages(Tensor(a!) table, Tensor source, Tensor page_ids, Tensor num_rows, int k_row, int "
+      "page_size) "
       "-> ()");
   m.def(
       "paged_hstu_attention(Tensor q, Tensor k, Tensor v, Tensor table, int layer, Tensor offsets, "

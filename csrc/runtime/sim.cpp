@@ -136,16 +136,11 @@ void SimRuntime::spawn(const std::string& name, std::function<void()> body) {
   });
 }
 
-void SimRuntime::join() {
-  block([this] {
-    return std::all_of(actors_.begin(), actors_.end(), [](const auto& a) { return !a->thread.joinable() || !a->in_body || a->finished || a->queue.size(); });
-  });
-}
-
 void SimRuntime::run_dry() {
-  block([this] {
+  const Actor* me = baton_;
+  block([this, me] {
     return std::all_of(actors_.begin(), actors_.end(),
-                       [this](const auto& a) { return a.get() == baton_ || a->finished || (a->queue.empty() && !a->in_body); });
+                       [me](const auto& a) { return a.get() == me || a->finished || (a->queue.empty() && !a->in_body); });
   });
 }
 

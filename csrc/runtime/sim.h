@@ -33,10 +33,9 @@ class SimRuntime : public Runtime {
   void locked() override;
   void unlocking() override;
 
-  // A further caller; runs interleaved with everything else. `join` waits for all of them.
+  // A further caller; runs interleaved with everything else.
   void spawn(const std::string& name, std::function<void()> body);
-  void join();
-  // Runs everything that is queued.
+  // Runs everything that is queued and lets every caller finish.
   void run_dry();
 
   // The first unordered pair of accesses, or the first deadlock; empty when there was none.
