@@ -243,6 +243,7 @@ NB_MODULE(_core, m) {
         return offloads;
       })
       .def("abort", [](Index& self, PlannedBatch& b) { self.abort(b.batch, false); })
+      .def("offload_gathered", &Index::offload_gathered, "task"_a)
       .def("onload_done", &Index::onload_done, "task"_a, "ok"_a = true)
       .def("offload_done", [](Index& self, const TransferTask& task, bool ok) {
         std::vector<TransferTask> next;

@@ -139,7 +139,8 @@ void Engine::carry_out(Orders orders) {
     onload_->start({std::move(orders.onloads), std::move(orders.loads), orders.uses},
                    [this](const OnloadPipeline::Group& group) { onloads_done(group); });
   for (TransferTask& task : orders.offloads)
-    offload_->start(std::move(task), orders.uses, [this](const TransferTask& done, bool ok) { offload_done(done, ok); });
+    offload_->start(std::move(task), orders.uses, [this](const TransferTask& gathered) { offload_gathered(gathered); },
+                    [this](const TransferTask& done, bool ok) { offload_done(done, ok); });
 }
 
 void Engine::onloads_done(const OnloadPipeline::Group& group) {
@@ -156,6 +157,11 @@ void Engine::onloads_done(const OnloadPipeline::Group& group) {
     if (in_flight_ == 0) drained.swap(drainers_);
   }
   for (const auto& latch : drained) latch->set();
+}
+
+void Engine::offload_gathered(const TransferTask& task) {
+  Decision decision(*this);
+  index_.offload_gathered(task);
 }
 
 void Engine::offload_done(const TransferTask& task, bool ok) {

@@ -91,6 +91,7 @@ class Engine {
   void remember_use(Fence fence, const EventPtr& event);
   void finish(OpenBatch& open, bool publish, bool abandoned);
   void onloads_done(const OnloadPipeline::Group& group);
+  void offload_gathered(const TransferTask& task);
   void offload_done(const TransferTask& task, bool ok);
   void drop_freed();
 

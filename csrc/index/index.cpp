@@ -125,7 +125,7 @@ void Index::grant(const RowRequest& request, size_t row_index, bool leads, Batch
   Match found = match(e, request, hashes, batch.context_tokens, request.context_key);
   if (leads && found.tokens < std::min(e.committed(), e.cut)) {
     ++(found.edited ? counters_.edited_rows : counters_.truncated_rows);
-    if (e.pins == e.mark_rows)
+    if (e.pins == e.mark_rows && e.in_transit == 0)
       shorten(id, found.tokens);
     else
       e.cut = found.tokens;  // others read it: cut when the last pin drops
@@ -384,6 +384,11 @@ void Index::offload_done(const TransferTask& task, bool ok, std::vector<Transfer
   --transfers_;
   pending_offload_tokens_ -= task.end - task.first;
   Entry& e = entry(task.entry);
+  if (e.in_transit > 0) {
+    pin(task.entry);
+    if (!ok && !is_retired(e.version)) counters_.lost_tokens += std::max(e.in_transit - e.committed(), 0);
+    e.in_transit = 0;
+  }
   e.offloading = false;
   if (ok && !e.detached) {
     publish_blocks(e, task);
@@ -398,6 +403,12 @@ void Index::offload_done(const TransferTask& task, bool ok, std::vector<Transfer
   }
   unpin(task.entry);
   write_back_cold(next);
+}
+
+void Index::offload_gathered(const TransferTask& task) {
+  Lock lock(mutex_);
+  entry(task.entry).in_transit = task.end;
+  unpin(task.entry);
 }
 
 // Keeps the cold end clean, so that no tail is lost: enough clean or free pages that the next batches find room without
@@ -415,7 +426,7 @@ void Index::write_back_cold(std::vector<TransferTask>& offloads) {
 // False when there is nothing to write or the quota is used up.
 bool Index::write_back_coldest(std::vector<TransferTask>& offloads) {
   const EntryId id = dirty_.coldest();
-  if (id == kNoEntry) return false;
+  if (id == kNoEntry || entry(id).offloading) return false;
   if (is_retired(entry(id).version)) {
     unlist(id);
     erase(id);
@@ -463,7 +474,7 @@ void Index::evict_from_device(EntryId id, int32_t pages) {
   pages_.give_back(e.pages, keep, e.last_use);
   e.device = std::min(e.device, keep * config_.page_size);
   count_lost(e, before);
-  if (e.committed() == 0)
+  if (e.idle() && e.committed() == 0)
     erase(id);
   else
     list(id);
@@ -494,7 +505,7 @@ void Index::evict_from_host(EntryId id) {
 void Index::free_blocks(Entry& e, int32_t tokens) {
   const int32_t keep = (tokens + config_.chunk_tokens - 1) / config_.chunk_tokens;
   while (e.blocks.size() > keep) {
-    if (e.pins > 0) slots_.release(e.blocks.back());
+    if (!e.idle()) slots_.release(e.blocks.back());
     free_block(e.blocks.back());
     e.blocks.pop_back();
   }
@@ -513,7 +524,7 @@ void Index::take_freed_blocks(std::vector<Block>& blocks) {
 }
 
 void Index::count_lost(const Entry& e, int32_t before) {
-  if (!is_retired(e.version)) counters_.lost_tokens += before - e.committed();
+  if (!is_retired(e.version)) counters_.lost_tokens += std::max(before - std::max(e.device, e.secured()), 0);
 }
 
 // Cuts both prefixes. The entry must be idle apart from the batch that asks.
@@ -581,10 +592,9 @@ void Index::detach(EntryId id) {
   if (--versions_[e.version] == 0) versions_.erase(e.version);
   e.detached = true;
   ++e.epoch;
-  if (e.pins == 0) {
-    unlist(id);
-    erase(id);
-  }
+  if (e.pins > 0) return;
+  unlist(id);
+  settle(id);
 }
 
 // The entry must be idle and in no list.
@@ -603,28 +613,33 @@ void Index::erase(EntryId id) {
   free_entries_.push_back(id);
 }
 
+// Blocks are held as long as the entry is not idle.
 void Index::pin(EntryId id) {
   Entry& e = entry(id);
   if (e.pins++ > 0) return;
   unlist(id);
-  for (const Block& block : e.blocks) slots_.hold(block);
+  if (e.in_transit == 0)
+    for (const Block& block : e.blocks) slots_.hold(block);
 }
 
 void Index::unpin(EntryId id) {
   Entry& e = entry(id);
   if (--e.pins > 0) return;
-  for (const Block& block : e.blocks) slots_.release(block);
+  if (e.idle())
+    for (const Block& block : e.blocks) slots_.release(block);
   settle(id);
 }
 
+// The last pin dropped.
 void Index::settle(EntryId id) {
   Entry& e = entry(id);
-  if (e.cut != kNoCut) {
+  if (e.idle() && e.cut != kNoCut) {
     shorten(id, e.cut);
     e.cut = kNoCut;
   }
-  pages_.give_back(e.pages, pages_for(e.device), e.last_use);  // reserved, but not published
-  if (e.detached || e.committed() == 0 || is_retired(e.version))
+  pages_.give_back(e.pages, e.detached ? 0 : pages_for(e.device), e.last_use);  // reserved, but not published
+  if (e.detached) e.device = 0;
+  if (e.idle() && (e.detached || e.committed() == 0 || is_retired(e.version)))
     erase(id);
   else
     list(id);
@@ -635,12 +650,12 @@ void Index::list(EntryId id) {
   DeviceNodes device{*this};
   HostNodes host{*this};
   if (!e.pages.empty()) {
-    e.device_list = e.device <= e.host ? DeviceList::clean : e.keep ? DeviceList::kept : DeviceList::dirty;
+    e.device_list = e.device <= e.secured() ? DeviceList::clean : e.keep ? DeviceList::kept : DeviceList::dirty;
     (e.device_list == DeviceList::clean ? clean_pages_ : dirty_pages_) += e.pages.size();
     auto& list = e.device_list == DeviceList::clean ? clean_ : e.device_list == DeviceList::dirty ? dirty_ : kept_;
     list.insert(device, id);
   }
-  if (!e.blocks.empty()) {
+  if (!e.blocks.empty() && e.idle()) {
     e.host_list = e.pages.empty() ? HostList::cold : HostList::warm;
     (e.host_list == HostList::cold ? cold_ : warm_).insert(host, id);
   }

@@ -4,7 +4,7 @@
 // report back. Every public method takes the lock, a leaf: nothing else is locked or called under it.
 //
 // Two prefixes per entry: device [0, device), host [0, host); committed = max of both. An entry is *idle* when nobody
-// holds a pin; only idle entries are evicted or truncated. Forgetting a user detaches its entry from the map at once,
+// holds a pin and no offload is under way; only idle entries are truncated or lose host blocks. Forgetting a user detaches its entry from the map at once,
 // so that new begins miss, and frees it when the last pin drops.
 #pragma once
 
@@ -42,6 +42,8 @@ class Index {
   // ---- transfers ----
 
   void onload_done(const TransferTask& task, bool ok);
+  // The task's pages have been read into a buffer: they may be evicted although the host does not have them yet.
+  void offload_gathered(const TransferTask& task);
   // `next` receives tasks for which there is room again.
   void offload_done(const TransferTask& task, bool ok, std::vector<TransferTask>& next);
   void prefetch(std::span<const int64_t> users, uint32_t version, std::vector<TransferTask>& onloads);
@@ -99,10 +101,15 @@ class Index {
     bool detached = false;    // forgotten: no longer in the map
     bool writer = false;      // an open batch stores to it
     bool offloading = false;
+    int32_t in_transit = 0;  // tokens that an offload has read from the pages and not yet written to the host
     bool keep = false;        // dirty, but not written back before its next request
 
     int32_t committed() const { return device > host ? device : host; }
     int32_t resident() const { return load != 0 ? load_end : device; }
+    // What survives when the pages go, if the offload in flight succeeds.
+    int32_t secured() const { return host > in_transit ? host : in_transit; }
+    // Nobody reads, writes or moves it.
+    bool idle() const { return pins == 0 && in_transit == 0; }
   };
   static constexpr int32_t kNoCut = INT32_MAX;
 

@@ -83,15 +83,15 @@ std::string Index::check() const {
     const bool listed = e.device_list != DeviceList::none || e.host_list != HostList::none;
     if (e.pins > 0 && listed) return fail("a pinned entry is evictable", id, e.pins);
     if (e.pins > 0) continue;
-    if (e.pages.size() != pages_for(e.device)) return fail("idle entry holds reserved pages", e.pages.size(), e.device);
-    if (e.writer || e.offloading || e.load != 0) return fail("idle entry is being written", id, 0);
-    if (e.committed() == 0) return fail("idle entry holds nothing", id, 0);
+    if (e.pages.size() != pages_for(e.device)) return fail("unpinned entry holds reserved pages", e.pages.size(), e.device);
+    if (e.writer || (e.offloading && e.in_transit == 0) || e.load != 0) return fail("unpinned entry is being written", id, 0);
+    if (e.committed() == 0 && e.idle()) return fail("idle entry holds nothing", id, 0);
     if (!e.pages.empty()) {
-      const auto wanted = e.device <= e.host ? DeviceList::clean : e.keep ? DeviceList::kept : DeviceList::dirty;
+      const auto wanted = e.device <= e.secured() ? DeviceList::clean : e.keep ? DeviceList::kept : DeviceList::dirty;
       if (e.device_list != wanted) return fail("entry is in the wrong device list", id, static_cast<int64_t>(wanted));
       (wanted == DeviceList::clean ? clean : dirty) += e.pages.size();
     }
-    if (!e.blocks.empty() && e.host_list != (e.pages.empty() ? HostList::cold : HostList::warm))
+    if (!e.blocks.empty() && e.idle() && e.host_list != (e.pages.empty() ? HostList::cold : HostList::warm))
       return fail("entry is in the wrong host list", id, static_cast<int64_t>(e.host_list));
   }
   SlotId last = 0;

@@ -18,10 +18,12 @@ OffloadPipeline::OffloadPipeline(Runtime& runtime, const Places& places, Strateg
   issuer_ = runtime.make_host_thread("offload issue");
 }
 
-void OffloadPipeline::start(TransferTask task, std::vector<EventPtr> uses, std::function<void(const TransferTask&, bool)> done) {
+void OffloadPipeline::start(TransferTask task, std::vector<EventPtr> uses, std::function<void(const TransferTask&)> gathered,
+                            std::function<void(const TransferTask&, bool)> done) {
   auto job = std::make_shared<Job>();
   job->task = std::move(task);
   job->uses = std::move(uses);
+  job->gathered = std::move(gathered);
   job->done = std::move(done);
   issuer_->launch(
       "issue offload",
@@ -68,6 +70,10 @@ void OffloadPipeline::issue_staged(const JobPtr& job) {
     return;
   }
   for (int32_t layer = 0; layer < g.num_layers; ++layer) gather(job, layer);
+  EventPtr gathered = runtime_.make_event();
+  offload_->record(gathered);
+  finisher_->wait(gathered);
+  finisher_->launch("gathered", [job] { job->gathered(job->task); }, nullptr);
   for (int32_t layer = 0; layer < g.num_layers; ++layer)
     for (const Slice& slice : slices(places_, job->task, layer)) drain_slice(job, slice, layer);
   for (const StagingBuffer& buffer : staging_)

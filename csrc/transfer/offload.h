@@ -17,13 +17,16 @@ class OffloadPipeline {
  public:
   OffloadPipeline(Runtime& runtime, const Places& places, Strategy strategy);
 
-  // Returns at once. The pages are read after `uses` have passed; `done` runs on a host thread with the outcome.
-  void start(TransferTask task, std::vector<EventPtr> uses, std::function<void(const TransferTask&, bool)> done);
+  // Returns at once. The pages are read after `uses` have passed. On host threads: `gathered` when the pages have been
+  // read for good (staged only), `done` with the outcome.
+  void start(TransferTask task, std::vector<EventPtr> uses, std::function<void(const TransferTask&)> gathered,
+             std::function<void(const TransferTask&, bool)> done);
 
  private:
   struct Job {
     TransferTask task;
     std::vector<EventPtr> uses;
+    std::function<void(const TransferTask&)> gathered;
     std::function<void(const TransferTask&, bool)> done;
     std::atomic<bool> failed{false};
     std::unique_ptr<std::byte[]> transient;  // staged: [layer][page]
