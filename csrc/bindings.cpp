@@ -139,14 +139,14 @@ NB_MODULE(_core, m) {
       .def_static(
           "create",
           [](const IndexConfig& config, int32_t num_layers, int64_t k_row_bytes, int64_t v_row_bytes, uintptr_t table, int64_t table_pages,
-             bool staged_onload, bool staged_offload) {
+             bool staged_onload, bool staged_offload, int32_t busy_wait_ms) {
             const Geometry geometry{num_layers, config.page_size, config.slot_tokens, k_row_bytes, v_row_bytes};
-            const EngineOptions options{staged_onload ? Strategy::staged : Strategy::direct, staged_offload ? Strategy::staged : Strategy::direct};
+            const EngineOptions options{staged_onload ? Strategy::staged : Strategy::direct, staged_offload ? Strategy::staged : Strategy::direct, busy_wait_ms};
             const DeviceTable pages{at<std::byte>(table), table_pages, geometry.page_bytes()};
             return std::make_shared<Engine>(config, geometry, pages, nullptr, nullptr, options);
           },
           "config"_a, "num_layers"_a, "k_row_bytes"_a, "v_row_bytes"_a, "table"_a, "table_pages"_a, "staged_onload"_a = false,
-          "staged_offload"_a = false)
+          "staged_offload"_a = false, "busy_wait_ms"_a = 0)
       .def("inject_faults",
            [](Engine& self, int64_t onload_copy, int64_t offload_copy, int64_t delay_us) {
              Faults& faults = self.runtime().faults;
@@ -157,7 +157,7 @@ NB_MODULE(_core, m) {
            "onload_copy"_a = 0, "offload_copy"_a = 0, "delay_us"_a = 0)
       .def("begin",
            [](std::shared_ptr<Engine> self, uintptr_t users, uintptr_t lengths, uintptr_t candidates, int64_t rows, int64_t context_tokens,
-              uintptr_t token_hashes, uintptr_t context_keys, uint32_t version, uintptr_t layout) {
+              uintptr_t token_hashes, uintptr_t context_keys, uint32_t version, uintptr_t layout, bool may_wait) {
              auto batch = std::make_unique<NativeBatch>();
              batch->engine = self;
              const auto requests = read_requests(users, lengths, token_hashes, context_keys, rows, context_tokens);
@@ -165,7 +165,12 @@ NB_MODULE(_core, m) {
              for (int64_t i = 0; i < rows; ++i)
                if (batch->candidates[i] < 0)
                  throw std::invalid_argument("num_candidates[" + std::to_string(i) + "] is " + std::to_string(batch->candidates[i]) + "; it cannot be negative");
-             self->begin(requests, static_cast<int32_t>(context_tokens), version, batch->open);
+             if (may_wait) {
+               nb::gil_scoped_release release;
+               self->begin(requests, static_cast<int32_t>(context_tokens), version, batch->open);
+             } else {
+               self->begin(requests, static_cast<int32_t>(context_tokens), version, batch->open);
+             }
              write_layout(batch->open.batch, batch->candidates, at<int64_t>(layout));
              return batch;
            })
@@ -192,6 +197,13 @@ NB_MODULE(_core, m) {
       .def("check", [](Engine& self) { return self.index().check(); })
       .def("stats", [](Engine& self) {
         nb::dict out = to_dict(self.index().counters(), self.index().gauges());
+        nb::list waits, wait_ns;
+        for (const auto& layer : self.transfer_counters().layers) {
+          waits.append(layer.waits.load());
+          wait_ns.append(layer.wait_ns.load());
+        }
+        out["layer_waits"] = waits;
+        out["layer_wait_ns"] = wait_ns;
         out["onload_bytes"] = self.transfer_counters().onload_bytes.load();
         out["offload_bytes"] = self.transfer_counters().offload_bytes.load();
         return out;

@@ -305,6 +305,7 @@ class HierarchicalKVCache(KVCache):
                 keys_at,
                 self._version_id(version),
                 layout.data_ptr(),
+                self.config.busy_wait_ms > 0,
             )
         except ValueError as error:
             raise InputError(str(error)) from None
@@ -444,6 +445,7 @@ def build_engine(config: CacheConfig, table: torch.Tensor) -> Any:
         table_pages=table.shape[1],
         staged_onload=config.onload_strategy == "staged",
         staged_offload=config.offload_strategy == "staged",
+        busy_wait_ms=config.busy_wait_ms,
     )
 
 

@@ -1,5 +1,6 @@
 #include "engine/engine.h"
 
+#include <chrono>
 #include <stdexcept>
 
 #include "runtime/threads.h"
@@ -38,6 +39,8 @@ Engine::Engine(const IndexConfig& config, const Geometry& geometry, const Device
       runtime_(runtime != nullptr ? std::move(runtime) : std::make_unique<ThreadsRuntime>()),
       caller_(ThreadsRuntime().make_caller_stream()),
       places_{geometry, table, config.chunk_tokens, tier_.get()},
+      busy_wait_ms_(options.busy_wait_ms),
+      counters_(geometry.num_layers),
       onload_(std::make_unique<OnloadPipeline>(*runtime_, places_, options.onload, config.num_pages,
                                                static_cast<int32_t>(table.num_pages - config.num_pages))),
       offload_(std::make_unique<OffloadPipeline>(*runtime_, places_, options.offload)) {}
@@ -45,6 +48,7 @@ Engine::Engine(const IndexConfig& config, const Geometry& geometry, const Device
 Engine::~Engine() { close(); }
 
 void Engine::begin(std::span<const RowRequest> requests, int32_t context_tokens, uint32_t version, OpenBatch& open, Stream* compute) {
+  if (busy_wait_ms_ > 0) wait_for_pages(requests, version);
   Orders orders;
   std::vector<EventPtr> uses;
   {
@@ -63,11 +67,18 @@ void Engine::begin(std::span<const RowRequest> requests, int32_t context_tokens,
 }
 
 bool Engine::wait(OpenBatch& open, int32_t layer) {
+  using Clock = std::chrono::steady_clock;
   bool good = true;
+  const auto started = Clock::now();
   for (const LoadPtr& load : open.loads) {
     load->issued[layer]->wait();
     open.compute->wait(load->ready[layer]);
     good &= !load->failed;
+  }
+  if (!open.loads.empty() && open.compute->is_inline()) {
+    TransferCounters::Layer& counters = counters_.layers[layer];
+    ++counters.waits;
+    counters.wait_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - started).count();
   }
   return good;
 }
@@ -99,6 +110,7 @@ void Engine::finish(OpenBatch& open, bool publish, bool abandoned) {
     if (!orders.offloads.empty()) orders.uses = uses_up_to(UINT64_MAX);
   }
   carry_out(std::move(orders));
+  pages_may_be_free();
 }
 
 void Engine::prefetch(std::span<const int64_t> users, uint32_t version) {
@@ -157,11 +169,15 @@ void Engine::onloads_done(const OnloadPipeline::Group& group) {
     if (in_flight_ == 0) drained.swap(drainers_);
   }
   for (const auto& latch : drained) latch->set();
+  pages_may_be_free();
 }
 
 void Engine::offload_gathered(const TransferTask& task) {
-  Decision decision(*this);
-  index_.offload_gathered(task);
+  {
+    Decision decision(*this);
+    index_.offload_gathered(task);
+  }
+  pages_may_be_free();
 }
 
 void Engine::offload_done(const TransferTask& task, bool ok) {
@@ -177,6 +193,7 @@ void Engine::offload_done(const TransferTask& task, bool ok) {
   }
   carry_out(std::move(orders));
   for (const auto& latch : drained) latch->set();
+  pages_may_be_free();
 }
 
 // ---- uses -------------------------------------------------------------------------------------------------------
@@ -192,6 +209,26 @@ std::vector<EventPtr> Engine::uses_up_to(Fence fence) {
   for (const auto& [moment, event] : uses_)
     if (moment <= fence) out.push_back(event);
   return out;
+}
+
+// ---- busy pages -------------------------------------------------------------------------------------------------
+
+void Engine::wait_for_pages(std::span<const RowRequest> requests, uint32_t version) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(busy_wait_ms_);
+  std::unique_lock lock(mutex_);
+  while (index_.is_short_of_pages(requests, version)) {
+    const uint64_t seen = releases_;
+    if (!less_busy_.wait_until(lock, deadline, [&] { return releases_ != seen; })) return;
+  }
+}
+
+void Engine::pages_may_be_free() {
+  if (busy_wait_ms_ == 0) return;
+  {
+    std::lock_guard lock(mutex_);
+    ++releases_;
+  }
+  less_busy_.notify_all();
 }
 
 // A block is dropped before anybody else can be told to write it.

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -27,10 +28,17 @@ namespace mtserve {
 struct EngineOptions {
   Strategy onload = Strategy::direct;
   Strategy offload = Strategy::direct;
+  int32_t busy_wait_ms = 0;  // how long begin may wait for pages that are busy
 };
 
 struct TransferCounters {
+  explicit TransferCounters(int32_t num_layers) : layers(static_cast<size_t>(num_layers)) {}
+
   std::atomic<uint64_t> onload_bytes{0}, offload_bytes{0};
+  struct Layer {
+    std::atomic<uint64_t> waits{0}, wait_ns{0};  // that found the layer's copies unfinished, and for how long
+  };
+  std::vector<Layer> layers;
 };
 
 class Engine {
@@ -54,7 +62,8 @@ class Engine {
   Tier& tier() { return *tier_; }
   Runtime& runtime() { return *runtime_; }
 
-  // `compute` is the caller's stream, null for the caller's own thread. Never waits for a copy.
+  // `compute` is the caller's stream, null for the caller's own thread. Never waits for a copy; waits for busy pages
+  // only within `busy_wait_ms`.
   void begin(std::span<const RowRequest> requests, int32_t context_tokens, uint32_t version, OpenBatch& open, Stream* compute = nullptr);
   // Blocks the host until the layer's copies are issued, then holds the batch's stream until they are done. False when
   // they are known to have failed; on streams that do not run inline, `arrived` tells in the end.
@@ -94,12 +103,15 @@ class Engine {
   void offload_gathered(const TransferTask& task);
   void offload_done(const TransferTask& task, bool ok);
   void drop_freed();
+  void wait_for_pages(std::span<const RowRequest> requests, uint32_t version);
+  void pages_may_be_free();
 
   Index index_;
   std::unique_ptr<Tier> tier_;
   std::unique_ptr<Runtime> runtime_;
   std::unique_ptr<Stream> caller_;
   const Places places_;
+  const int32_t busy_wait_ms_;
   TransferCounters counters_;
 
   std::mutex mutex_;
@@ -109,6 +121,8 @@ class Engine {
   std::vector<std::shared_ptr<Latch>> drainers_;
   size_t in_flight_ = 0;
   bool closed_ = false;
+  std::condition_variable less_busy_;
+  uint64_t releases_ = 0;  // moments at which pages may have become free
 
   std::unique_ptr<OnloadPipeline> onload_;
   std::unique_ptr<OffloadPipeline> offload_;

@@ -175,6 +175,24 @@ void Index::grant(const RowRequest& request, size_t row_index, bool leads, Batch
   counters_.host_hit_tokens += history(cached) - history(on_device);
 }
 
+bool Index::is_short_of_pages(std::span<const RowRequest> requests, uint32_t version) const {
+  std::unordered_map<int64_t, int32_t> wanted;  // pages per user
+  for (const RowRequest& request : requests) {
+    int32_t& pages = wanted[request.user];
+    pages = std::max(pages, pages_for(request.tokens));
+  }
+  Lock lock(mutex_);
+  int64_t needed = 0, available = pages_.num_free() + clean_pages_ + dirty_pages_, owned = 0;
+  for (const auto& [user, pages] : wanted) {
+    const EntryId id = map_.find(user, version);
+    const int32_t has = id == kNoEntry ? 0 : entry(id).pages.size();
+    needed += std::max(pages - has, 0);
+    owned += has;
+    if (has > 0 && entry(id).pins == 0) available -= has;  // the batch's own pages are no victims
+  }
+  return needed > available && needed + owned <= pages_.total();
+}
+
 // Makes the entry own at least `pages` pages, or changes nothing.
 bool Index::grow(EntryId id, int32_t pages, Fence& after) {
   Entry& e = entry(id);
@@ -268,8 +286,9 @@ void Index::onload_done(const TransferTask& task, bool ok) {
     // What could not be read does not count as cached, nor does what was computed from it and published meanwhile.
     // Pages stay until the last reader is gone.
     ++counters_.onload_failures;
-    counters_.lost_tokens += std::max(std::min(e.committed(), e.cut) - task.first, 0);
+    const int32_t before = std::min(e.committed(), e.cut);
     e.cut = std::min(e.cut, task.first);
+    if (!e.detached && !is_retired(e.version)) counters_.lost_tokens += std::max(before - e.cut, 0);
   }
   unpin(task.entry);
 }
@@ -295,9 +314,9 @@ Index::Plan Index::plan_offload(EntryId id, bool with_tail, std::vector<Transfer
   if (!has_host() || e.offloading || e.detached || e.load != 0) return Plan::nothing;
   TransferTask task;
   task.entry = id;
-  task.first = e.host;
   task.end = with_tail ? e.device : e.device / chunk * chunk;
   if (task.end <= e.host) return Plan::nothing;
+  task.first = write_from(e, task.end);
   const int64_t room = config_.offload_quota_tokens - pending_offload_tokens_;
   if (task.end - task.first > room) {
     task.end = static_cast<int32_t>((task.first + std::max<int64_t>(room, 0)) / chunk * chunk);
@@ -324,22 +343,21 @@ Index::Plan Index::plan_offload(EntryId id, bool with_tail, std::vector<Transfer
   return Plan::planned;
 }
 
-// Finds blocks for the task's chunks: the partial last one in place while it has room, rewritten otherwise. May
-// shorten the task when host memory runs out.
+// Where a write up to `end` starts: the partial last chunk is continued in place while its block has room, rewritten
+// otherwise.
+int32_t Index::write_from(const Entry& e, int32_t end) const {
+  const int32_t c = e.host / config_.chunk_tokens, start = c * config_.chunk_tokens;
+  if (c == e.blocks.size()) return e.host;
+  return std::min(end - start, config_.chunk_tokens) <= config_.slot_tokens << e.blocks[c].order ? e.host : start;
+}
+
+// Finds blocks for the task's chunks. May shorten the task when host memory runs out.
 bool Index::reserve_blocks(const Entry& e, TransferTask& task) {
   const int32_t chunk = config_.chunk_tokens;
   int32_t c = task.first / chunk;
   const auto tokens_in = [&](int32_t index) { return std::min(task.end - index * chunk, chunk); };
   const auto slots_for = [&](int32_t tokens) { return (tokens + config_.slot_tokens - 1) / config_.slot_tokens; };
-  if (c < e.blocks.size()) {
-    const Block tail = e.blocks[c];
-    if (tokens_in(c) <= config_.slot_tokens << tail.order) {
-      task.blocks.push_back(tail);
-      ++c;
-    } else {
-      task.first = c * chunk;
-    }
-  }
+  if (task.first > c * chunk) task.blocks.push_back(e.blocks[c++]);
   for (; c * chunk < task.end; ++c) {
     Block block;
     if (!allocate_block(slots_.order_for(slots_for(tokens_in(c))), block)) {

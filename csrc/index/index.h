@@ -36,6 +36,8 @@ class Index {
              std::vector<TransferTask>& onloads);
   // Publishes all rows that store; returns the fence that stands for this moment. Offloads are planned.
   Fence commit(Batch& batch, std::vector<TransferTask>& offloads);
+  // True when a batch would find too few pages now, although it would find enough once nobody else is busy.
+  bool is_short_of_pages(std::span<const RowRequest> requests, uint32_t version) const;
   // Gives back what begin reserved; publishes nothing.
   Fence abort(Batch& batch, bool abandoned);
 
@@ -105,7 +107,8 @@ class Index {
     bool keep = false;        // dirty, but not written back before its next request
 
     int32_t committed() const { return device > host ? device : host; }
-    int32_t resident() const { return load != 0 ? load_end : device; }
+    // Tokens that are in pages, or will be.
+    int32_t resident() const { return load != 0 && load_end > device ? load_end : device; }
     // What survives when the pages go, if the offload in flight succeeds.
     int32_t secured() const { return host > in_transit ? host : in_transit; }
     // Nobody reads, writes or moves it.
@@ -171,6 +174,7 @@ class Index {
   enum class Plan { planned, nothing, no_quota, host_full };
   Plan plan_offload(EntryId id, bool with_tail, std::vector<TransferTask>& offloads);
   bool write_back_coldest(std::vector<TransferTask>& offloads);
+  int32_t write_from(const Entry& e, int32_t end) const;
   bool reserve_blocks(const Entry& e, TransferTask& task);
   void publish_blocks(Entry& e, const TransferTask& task);
   void drop_blocks(const Entry& e, const TransferTask& task);
