@@ -94,8 +94,8 @@ class CacheBatch:
 
     @cached_property
     def layout(self) -> BatchLayout:
-        rows = self._layout[:, :-1].unbind(0)
-        return BatchLayout(*rows[:5], offsets=self._layout[5])
+        cached, context, delta, paged, candidates = self._layout[:5, :-1].unbind(0)
+        return BatchLayout(cached, context, delta, paged, candidates, offsets=self._layout[5])
 
     @property
     def cached_lengths(self) -> torch.Tensor:

@@ -311,9 +311,7 @@ class HierarchicalKVCache(KVCache):
             raise InputError(str(error)) from None
         except RuntimeError as error:
             raise CacheError(str(error)) from None
-        page_table = torch.empty(
-            2 * rows + 1 + native.table_size(self.config.page_size, False), dtype=torch.int32
-        )
+        page_table = torch.empty(2 * rows + 1 + native.table_size(self.config.page_size, False), dtype=torch.int32)
         native.write_table(page_table.data_ptr(), self.config.page_size, False)
         batch = CacheBatch(self, lengths, layout, self.table, page_table, native)
         if native.is_uncached():

@@ -97,7 +97,9 @@ class CacheConfig:
                 f"use a chunk_size that is a multiple of {self.page_size}"
             )
         if self.num_pages + self.onload_pages > 2**31 - 1:
-            raise ConfigError(f"num_pages={self.num_pages} + onload_pages={self.onload_pages} exceed 2**31 - 1 page ids")
+            raise ConfigError(
+                f"num_pages={self.num_pages} + onload_pages={self.onload_pages} exceed 2**31 - 1 page ids"
+            )
         if 0 < self.host_bytes < self.chunk_bytes:
             raise ConfigError(
                 f"host_bytes={self.host_bytes} holds not even one chunk ({self.chunk_bytes} bytes); "
@@ -126,6 +128,23 @@ class CacheConfig:
         if missing:
             raise ConfigError(f"option {missing[0]!r} is missing; it has no default")
         return cls(**options)
+
+    @classmethod
+    def for_model(cls, model: Any, **sizes: Any) -> CacheConfig:
+        """The configuration that fits a model which `attach` knows.
+
+        Args:
+            model: an `nn.Module`; layers, heads, dimensions, dtype, scale and window are read from it.
+            sizes: the other options. `attn_norm_len` is one of them, unless the model's layers pin their divisor:
+                it is the constant the model was trained with, or else a typical length of its training batches.
+
+        Raises:
+            AttachError: the model is not known.
+            ConfigError: as the constructor.
+        """
+        from mtserve_plugin.integrations import integration_of
+
+        return cls.from_dict(integration_of(model).geometry(model) | sizes)
 
     def replace(self, **changes: Any) -> CacheConfig:
         """A copy with some options changed, checked like a new one."""

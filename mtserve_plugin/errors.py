@@ -13,6 +13,18 @@ class InputError(CacheError, ValueError):
     """An argument of a call has the wrong shape, dtype, device or value; nothing was changed."""
 
 
+class AttachError(CacheError):
+    """A model cannot take a cache as it is; nothing of it was changed.
+
+    Attributes:
+        factors: the names of what stands against it, one per paragraph of the message.
+    """
+
+    def __init__(self, message: str, factors: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.factors = factors
+
+
 class OnloadError(CacheError):
     """Cached keys and values could not be brought to the device after the history was stripped.
 
