@@ -1,13 +1,15 @@
 """torch.ops.mtserve.*: the operators on pages, their schemas, fake kernels and typed wrappers.
 
-Layout, the same for all of them: a device table is `[layers, pages, page_elements]`; a page of one layer is its K
-block `[page_size, heads, qk_dim]` and behind it its V block `[page_size, heads, v_dim]`. Dtypes are float32, float16 or
-bfloat16, the same for all floating tensors of a call. The CPU kernels release the GIL and run on torch's threads. They
-are compiled for several instruction sets; the environment variable `MTSERVE_CPU_ISA` (`baseline`, `avx2`, `avx512`)
-forbids the wider ones.
+Layout, the same for all of them: a device table is `[layers, pages, page_elements]`; a page of one layer is
+its K block `[page_size, heads, qk_dim]` and behind it its V block `[page_size, heads, v_dim]`. Dtypes are
+float32, float16 or bfloat16, the same for all floating tensors of a call.
 
-The native library is loaded when this module is imported. Where it is missing the module still imports, and the first
-call raises `MissingDependencyError`. Bad arguments raise `RuntimeError` with the operator's and the argument's name.
+The CPU kernels release the GIL and run on torch's threads. They are compiled for several instruction sets;
+the environment variable `MTSERVE_CPU_ISA` (`baseline`, `avx2`, `avx512`) forbids the wider ones.
+
+The native library is loaded when this module is imported. Where it is missing the module still imports, and
+the first call raises `MissingDependencyError`. Bad arguments raise `RuntimeError`, which names operator and
+argument.
 """
 
 from __future__ import annotations
@@ -20,20 +22,20 @@ import torch
 
 from mtserve_plugin.errors import MissingDependencyError
 
-_REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps mtserve-plugin (from a checkout: -e .)"
+_REBUILD = "pip install --no-build-isolation --no-deps --force-reinstall mtserve-plugin (-e . in a checkout)"
 
 
 def _load() -> str | None:
     """Loads the native library; returns what went wrong, or None."""
     spec = importlib.util.find_spec("mtserve_plugin._ops")
     if spec is None or spec.origin is None:
-        return f"the native library mtserve_plugin/_ops.so is missing; build it with: {_REBUILD}"
+        return f"the native library mtserve_plugin/_ops is missing; build it: {_REBUILD}"
     try:
         torch.ops.load_library(spec.origin)
     except (OSError, RuntimeError) as error:
         return (
-            f"{spec.origin} cannot be loaded with torch {torch.__version__}: {error}; "
-            f"mtserve-plugin needs torch>=2.11,<2.15; rebuild it with: {_REBUILD}"
+            f"{spec.origin} cannot be loaded into torch {torch.__version__} ({error}); "
+            f"mtserve-plugin needs torch>=2.11,<2.15; rebuild it: {_REBUILD}"
         )
     return None
 
@@ -47,11 +49,14 @@ def is_available() -> bool:
 
 
 def _operator(name: str) -> Callable[..., Any]:
-    if _problem is None:
-        return getattr(torch.ops.mtserve, name).default
+    problem = _problem
+    if problem is None:
+        if hasattr(torch.ops.mtserve, name):
+            return getattr(torch.ops.mtserve, name).default
+        problem = f"the native library is older than the package and lacks it; rebuild it: {_REBUILD}"
 
     def missing(*args: Any) -> NoReturn:
-        raise MissingDependencyError(f"{name}: {_problem}")
+        raise MissingDependencyError(f"{name}: {problem}")
 
     return missing
 
@@ -60,6 +65,7 @@ _append_pages = _operator("append_pages")
 _gather_pages = _operator("gather_pages")
 _scatter_pages = _operator("scatter_pages")
 _paged_hstu_attention = _operator("paged_hstu_attention")
+_cpu_isa = _operator("cpu_isa")
 
 
 def append_pages(
@@ -89,11 +95,12 @@ def gather_pages(
     k_row: int,
     page_size: int,
 ) -> None:
-    """Copies pages of all layers out of the table, only the token rows that are valid (offload).
+    """Copies pages of all layers out of the table, only the token rows that are valid.
 
     Args:
         table: `[layers, pages, page_elements]`.
-        out: `[layers, n, page_elements]`, changed in place; rows of a page at or beyond its `num_rows` stay as they are.
+        out: `[layers, n, page_elements]`, changed in place; rows of a page at or beyond its `num_rows` stay
+            as they are.
         page_ids: `[n]` int32; -1 skips the entry.
         num_rows: `[n]` int32, token rows to copy per page, 0 to `page_size`.
         k_row: elements of one token's keys, `heads * qk_dim`; the rest of a token's elements are its values.
@@ -113,11 +120,11 @@ def scatter_pages(
     k_row: int,
     page_size: int,
 ) -> None:
-    """Copies pages of all layers into the table, only the token rows that are valid (onload).
+    """Copies pages of all layers into the table, only the token rows that are valid.
 
     Args:
-        table: `[layers, pages, page_elements]`, changed in place; rows of a page at or beyond its `num_rows` stay as
-            they are.
+        table: `[layers, pages, page_elements]`, changed in place; rows of a page at or beyond its `num_rows`
+            stay as they are.
         source: `[layers, n, page_elements]`.
         page_ids: `[n]` int32; -1 skips the entry. No other id may occur twice.
         num_rows: `[n]` int32, token rows to copy per page, 0 to `page_size`.
@@ -146,16 +153,19 @@ def paged_hstu_attention(
     norm_len: float,
     max_attn_len: int,
 ) -> torch.Tensor:
-    """HSTU attention of new tokens over cached keys in pages and new keys in the dense tensors (Algorithm 1, step 6).
+    """HSTU attention of new tokens over cached keys in pages and new keys in the dense tensors (Algorithm 1,
+    step 6).
 
-    `out[t] = sum over visible keys j of silu(scale * q[t] . k[j]) / norm_len * v[j]`. The positions of batch row b are
-    its paged tokens 0 .. `paged_lens[b]` - 1, then its dense rows that are no candidates; P is their number. A history
-    query at position i sees the keys j <= i. A candidate sees all P of them and itself, no other candidate. With a
-    window w = `max_attn_len` > 0 a history query sees i - j <= w, and a candidate, counted as position P, P - j <= w.
+    `out[t] = sum over visible keys j of silu(scale * q[t] . k[j]) / norm_len * v[j]`. The positions of batch
+    row b are its paged tokens 0 .. `paged_lens[b]` - 1, then its dense rows that are no candidates; P is
+    their number. A history query at position i sees the keys j <= i. A candidate sees all P of them and
+    itself, no other candidate. With a window w = `max_attn_len` > 0 a history query sees i - j <= w, and a
+    candidate, counted as position P, P - j <= w.
 
-    Sums are float32 and over keys in the order of their positions, in blocks that start at fixed positions: the output
-    for a token does not depend on the rest of the batch, on the number of threads, or on which keys come from pages.
-    Token rows of a page at or beyond `paged_lens` are never loaded.
+    Sums are float32 and run over keys in the order of their positions, in blocks that start at fixed
+    positions. So the output for a token is the same, bit by bit, whatever else is in the batch, however many
+    threads there are, and whichever of its keys come from pages. Token rows of a page at or beyond
+    `paged_lens` are never loaded.
 
     Args:
         q: `[T, heads, qk_dim]`; token rows and heads may lie apart (slices of one projection).
@@ -163,11 +173,12 @@ def paged_hstu_attention(
         v: `[T, heads, v_dim]`.
         table: `[layers, pages, page_size * heads * (qk_dim + v_dim)]`; `pages` may be 0.
         layer: the table's layer to read.
-        offsets: `[B + 1]` int64, dense rows of batch row b are `offsets[b]:offsets[b + 1]`, its candidates at the end.
+        offsets: `[B + 1]` int64; dense rows of batch row b are `offsets[b]:offsets[b + 1]`, candidates at the
+            end.
         num_candidates: `[B]` int64.
         paged_lens: `[B]` int64, tokens read from pages.
         page_indices: `[n]` int32, page ids of all rows.
-        page_indptr: `[B + 1]` int32, row b owns `page_indices[page_indptr[b]:page_indptr[b + 1]]`.
+        page_indptr: `[B + 1]` int32; row b owns `page_indices[page_indptr[b]:page_indptr[b + 1]]`.
         page_size: token rows per page.
         scale: factor on q·k.
         norm_len: the constant divisor.
@@ -195,6 +206,11 @@ def paged_hstu_attention(
         norm_len,
         max_attn_len,
     )
+
+
+def cpu_isa() -> str:
+    """The instruction set that attention uses on this processor: "avx512", "avx2" or "baseline"."""
+    return _cpu_isa()
 
 
 def _fake_in_place(*args: Any) -> None:

@@ -65,7 +65,7 @@ struct Block {
 };
 
 // Below this many multiply-adds a thread costs more than it saves.
-constexpr double kWorthAThread = 1 << 18;
+constexpr double kWorthAThread = 1 << 20;
 
 // Packing the keys for an item costs about as much as so many queries.
 constexpr double kPackingQueries = 4;

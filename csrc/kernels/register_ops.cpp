@@ -88,8 +88,10 @@ Indices<T> indices(const char* op, const char* name, const Tensor& x) {
   return {std::move(dense), data, size};
 }
 
-void check_page_size(const char* op, int64_t page_size) {
-  CHECK_ARG(page_size > 0, "page_size is ", page_size, "; it must be positive");
+void check_page_size(const char* op, int64_t page_size, const Tensor& table) {
+  const int64_t most = std::max<int64_t>(1, table.size(2));
+  CHECK_ARG(page_size > 0 && page_size <= most, "page_size is ", page_size, "; expected 1 to ", most,
+            ", the elements of a page of the table");
 }
 
 // Page ids and row counts of a transfer.
@@ -122,7 +124,7 @@ void append_pages_op(Tensor table, int64_t layer, const Tensor& k, const Tensor&
   check_dim(op, "v", v, 3, "[tokens, heads, v_dim]");
   check_dtype(op, "k", k, table.scalar_type());
   check_dtype(op, "v", v, table.scalar_type());
-  check_page_size(op, page_size);
+  check_page_size(op, page_size, table);
   const auto at = indices<int64_t>(op, "slots", slots);
   const int64_t tokens = k.size(0), k_row = k.size(1) * k.size(2), v_row = v.size(1) * v.size(2);
   CHECK_ARG(v.size(0) == tokens, "v has ", v.size(0), " token rows; k has ", tokens);
@@ -165,10 +167,9 @@ void transfer(const char* op, const Tensor& table, const char* dense_name, const
   check_table(op, "table", table);
   check_table(op, dense_name, dense);
   check_dtype(op, dense_name, dense, table.scalar_type());
-  check_page_size(op, page_size);
+  check_page_size(op, page_size, table);
   const auto ids = indices<int32_t>(op, "page_ids", page_ids);
   const auto rows = indices<int32_t>(op, "num_rows", num_rows);
-  check_pages(op, ids, rows, table.size(1), page_size);
   CHECK_ARG(dense.size(0) == table.size(0) && dense.size(1) == ids.size && dense.size(2) == table.size(2),
             dense_name, " has shape ", Shape{dense}, "; expected [", table.size(0), ", ", ids.size, ", ",
             table.size(2), "]");
@@ -177,6 +178,7 @@ void transfer(const char* op, const Tensor& table, const char* dense_name, const
   const int64_t row = table.size(2) / page_size;
   CHECK_ARG(k_row >= 0 && k_row <= row, "k_row is ", k_row, "; a token's K and V together have ", row,
             " elements");
+  check_pages(op, ids, rows, table.size(1), page_size);
 
   const auto bytes = static_cast<int64_t>(table.element_size());
   const Tensor& from = gather ? table : dense;
@@ -253,7 +255,7 @@ Tensor paged_hstu_attention_op(const Tensor& q, const Tensor& k, const Tensor& v
   check_table(op, "table", table);
   CHECK_ARG(layer >= 0 && layer < table.size(0), "layer is ", layer, "; the table has ", table.size(0),
             " layers");
-  check_page_size(op, page_size);
+  check_page_size(op, page_size, table);
   const DType dtype = floating_dtype(op, "q", q);
   check_dtype(op, "k", k, q.scalar_type());
   check_dtype(op, "v", v, q.scalar_type());

@@ -15,8 +15,8 @@ STRATEGIES = [("direct", "direct"), ("staged", "direct"), ("direct", "staged"), 
 
 def make_cache(onload: str = "direct", offload: str = "direct", **options: object) -> HierarchicalKVCache:
     config = CacheConfig(
-        num_layers=LAYERS, num_heads=1, qk_dim=4, v_dim=8, dtype="float32", attn_norm_len=64, page_size=4, chunk_size=16,
-        host_bytes=1 << 20, offload_quota_tokens=512, onload_strategy=onload, offload_strategy=offload,
+        num_layers=LAYERS, num_heads=1, qk_dim=4, v_dim=8, dtype="float32", attn_norm_len=64, page_size=4,
+        chunk_size=16, host_bytes=1 << 20, offload_quota_tokens=512, onload_strategy=onload, offload_strategy=offload,
         **{"num_pages": 16, "onload_pages": 20, **options},
     )  # fmt: skip
     cache = HierarchicalKVCache(config)
@@ -102,10 +102,8 @@ def test_a_failed_onload_is_an_error_at_wait_and_a_miss_afterwards(onload: str, 
     with make_cache(onload) as cache:
         push_to_host(cache, 1, 12)
         cache._engine.inject_faults(onload_copy=copy)
-        with pytest.raises(OnloadError, match="layer"), cache.batch([1], [14], num_candidates=0) as batch:
-            assert batch.cached_lengths.tolist() == [12]
-            for layer in range(LAYERS):
-                batch.wait(layer)
+        with pytest.raises(OnloadError, match="layer"):
+            visit(cache, 1, 14)
         cache.drain()
         assert cache.stats()["onload_failures"] == 1
         assert cache.lengths(1) is None
