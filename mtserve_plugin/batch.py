@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -15,6 +16,14 @@ if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from mtserve_plugin.cache import KVCache
+
+
+_entered: ContextVar[CacheBatch | None] = ContextVar("mtserve_batch", default=None)
+
+
+def entered_batch() -> CacheBatch | None:
+    """The innermost batch whose `with` block this thread or task is in; how attached modules find theirs."""
+    return _entered.get()
 
 
 class PageTable(NamedTuple):
@@ -84,6 +93,7 @@ class CacheBatch:
         self._native = native
         self._appended = 0
         self._open = True
+        self._outer: CacheBatch | None = None
         self._config = cache.config
 
     # ---- what the model needs to know -------------------------------------------------------------------------
@@ -225,9 +235,12 @@ class CacheBatch:
     # ---- step 8 -----------------------------------------------------------------------------------------------
 
     def __enter__(self) -> CacheBatch:
+        self._outer = _entered.get()
+        _entered.set(self)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
+        _entered.set(self._outer)  # not reset: the block may end in another context than it began in
         if not self._open:
             return
         if kind is None:

@@ -94,9 +94,7 @@ class AppendStableEncoder(nn.Module):
         """
         for name, index in (("positions", positions), ("gaps", gaps)):
             if index.dtype != torch.int64 or index.shape != x.shape[:1]:
-                raise InputError(
-                    f"{name} is {index.dtype} {tuple(index.shape)}; expected int64 [{x.shape[0]}]"
-                )
+                raise InputError(f"{name} is {index.dtype} {tuple(index.shape)}; expected int64 [{x.shape[0]}]")
         return add_embeddings(
             x,
             positions,
@@ -117,8 +115,8 @@ class AppendStablePositionalEncoder(AppendStableEncoder):
 
     For training a model that is to be served with a cache: give it to `HSTUTransducer` in place of upstream's
     encoder. `state_dict` keys and shapes are the same. Context rows stand at positions 0 to
-    `contextual_seq_len` - 1 as they do upstream, the history behind them; their time is the last bucket, where
-    upstream puts them too (their timestamp is 0).
+    `contextual_seq_len` - 1 as they do upstream, the history behind them; their time is the last bucket,
+    where upstream puts them too (their timestamp is 0).
 
     Args:
         num_position_buckets: rows of the position table; positions beyond share the last row.
@@ -264,35 +262,35 @@ def sequence_places(
     candidates: torch.Tensor,
     context_rows: int,
 ) -> Places:
-    """Positions and gaps of rows that hold context rows, history and candidates, as upstream's modules have it.
+    """Positions and gaps of rows that hold context rows, history and candidates, as upstream's modules have
+    it.
 
     Args:
         timestamps: `[T]`, seconds, of all tokens; those of context rows do not matter.
         boundary: `[B]`, time of the last stripped event per row.
-        cached: `[B]` int64, history tokens that were stripped; on the same device as `lengths`, which is best the
+        cached: `[B]` int64, history tokens that were stripped; on the same device as `lengths`, which is best
+            the
             host: nothing is synchronised then.
         lengths: `[B]` int64, context rows, history that is left, and candidates.
         candidates: `[B]` int64.
         context_rows: the same for all rows.
 
     Returns:
-        Places on the device of the timestamps. The gap of a history's first event, and of candidates without any
-        history, is 0; that of a context row is the longest.
+        Places on the device of the timestamps. The gap of a history's first event, and of candidates without
+        any history, is 0; that of a context row is the longest.
     """
     total = timestamps.numel()
     lengths, candidates = lengths.to(torch.int64), candidates.to(torch.int64)
     starts = jagged.offsets(lengths)[:-1] + context_rows
-    row = torch.repeat_interleave(
-        torch.arange(lengths.numel(), device=lengths.device), lengths, output_size=total
-    )
+    row = torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths, output_size=total)
     token = torch.arange(total, device=lengths.device)
     place = token - starts[row]
     kept = (lengths - candidates - context_rows)[row]
     before = cached.to(torch.int64)[row]
     is_candidate = place >= kept
 
-    # The event before: for candidates the last one of the history, at the front of a row the last stripped one, and
-    # where there is none the token itself, which makes the gap 0.
+    # The event before: for candidates the last one of the history, at the front of a row the last stripped
+    # one, and where there is none the token itself, which makes the gap 0.
     previous = torch.where(is_candidate, (starts[row] + kept - 1).clamp_(min=0), (token - 1).clamp_(min=0))
     front = torch.where(is_candidate, kept == 0, place == 0)
     previous = torch.where(front, torch.where(before > 0, total + row, token), previous)

@@ -1,0 +1,162 @@
+"""What the cache is told about a batch, read from the features of a `DlrmHSTU`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from mtserve_plugin import jagged
+from mtserve_plugin.errors import AttachError, InputError
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+# The odd constants of splitmix64's finaliser, as signed integers: int64 arithmetic in torch wraps around.
+_MIX = -7046029254386353131
+_MIX_AGAIN = -4658895280553007687
+_NOT_MET = 0x5EED
+
+
+class Request(NamedTuple):
+    """The arguments of `begin`; int64 on the host, `[B]` each but for the hashes.
+
+    Attributes:
+        context_keys: `None` for a model without context features.
+        token_hashes: one per history token, row after row, or `None` without the content check.
+    """
+
+    users: torch.Tensor
+    history_lengths: torch.Tensor
+    candidates: torch.Tensor
+    context_keys: torch.Tensor | None
+    token_hashes: torch.Tensor | None
+
+
+class Context(NamedTuple):
+    """A context feature: how many values per row count, and how long a row must be for them to count."""
+
+    name: str
+    max_length: int
+    min_uih_length: int
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """Which feature is what.
+
+    Attributes:
+        user: holds one id per row.
+        post_id: the history feature whose lengths the model takes for those of the history.
+        time: when each history event happened, in seconds.
+        history: all features that run along the history, `post_id` and `time` among them.
+        context: in the order of the context rows.
+    """
+
+    user: str
+    post_id: str
+    time: str
+    history: tuple[str, ...]
+    context: tuple[Context, ...]
+
+    def read(self, features: KeyedJaggedTensor, candidates: KeyedJaggedTensor, *, content_check: bool) -> Request:
+        """Reads a batch. Features on a device cost synchronisations: keep them on the host.
+
+        Raises:
+            InputError: a feature is absent, or the user feature has not one value per row.
+        """
+        keys = features.keys()
+        for key in (self.user, *self.history, *(one.name for one in self.context)):
+            if key not in keys:
+                raise InputError(f"uih_features has no key {key!r}; it has {', '.join(keys)}")
+        rows = features.stride()
+        lengths = features.lengths().to(device="cpu", dtype=torch.int64).view(len(keys), rows)
+        by_key = dict(zip(keys, lengths.unbind(0), strict=True))
+        if bool((by_key[self.user] != 1).any()):
+            row = int((by_key[self.user] != 1).int().argmax())
+            raise InputError(
+                f"uih_features[{self.user!r}] has {int(by_key[self.user][row])} values in row {row}; the "
+                "user feature "
+                "holds one id per row"
+            )
+        if candidates.stride() != rows:
+            raise InputError(f"candidates_features has {candidates.stride()} rows, uih_features has {rows}")
+        counts = candidates.lengths().to(device="cpu", dtype=torch.int64)[:rows]
+        histories = by_key[self.post_id]
+        context_keys = None
+        if self.context:
+            context_keys = torch.zeros(rows, dtype=torch.int64)
+            for one in self.context:
+                values = features[one.name].values().to(device="cpu")
+                met = histories + counts >= one.min_uih_length
+                context_keys = _mix_context(context_keys, values, by_key[one.name], one.max_length, met)
+        hashes = jagged.token_hashes(features, self.history).cpu() if content_check else None
+        users = features[self.user].values().to(device="cpu", dtype=torch.int64)
+        return Request(users, histories, counts, context_keys, hashes)
+
+
+def read_spec(config: Any, user_feature: str | None) -> FeatureSpec:
+    """Args: config: the model's `DlrmHSTUConfig`.
+
+    Raises:
+        AttachError: `user_feature` is missing, or the configuration describes no known arrangement.
+    """
+    history = tuple(uih for uih, _ in config.merge_uih_candidate_feature_mapping)
+    context = tuple(
+        Context(name, length, config.contextual_feature_to_min_uih_length.get(name, 0))
+        for name, length in config.contextual_feature_to_max_length.items()
+    )
+    if not user_feature:
+        fitting = [name for name in config.hstu_uih_feature_names if name not in history]
+        raise AttachError(
+            "user_feature: the cache has to know whose history a row is. Name the feature that holds the "
+            "user's id: "
+            f"attach(..., user_feature={fitting[0] if fitting else 'user_id'!r})",
+            ("user_feature",),
+        )
+    if user_feature in history:
+        raise AttachError(
+            f"user_feature: {user_feature!r} runs along the history. Name a feature with one value per row",
+            ("user_feature",),
+        )
+    for what in ("uih_post_id_feature_name", "uih_action_time_feature_name"):
+        if getattr(config, what) not in history:
+            raise AttachError(
+                f"features: {what}={getattr(config, what)!r} is not in merge_uih_candidate_feature_mapping, "
+                "so that it "
+                "would not be stripped with the history. Add it there",
+                ("features",),
+            )
+    for one in context:
+        if one.name in history:
+            raise AttachError(
+                f"features: {one.name!r} is a context feature and runs along the history too. Use two features",
+                ("features",),
+            )
+    return FeatureSpec(
+        user_feature,
+        config.uih_post_id_feature_name,
+        config.uih_action_time_feature_name,
+        history,
+        context,
+    )
+
+
+def _mix_context(
+    keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, max_length: int, met: torch.Tensor
+) -> torch.Tensor:
+    """Folds one context feature into each row's key; below the minimum length its values do not count."""
+    starts = jagged.offsets(lengths)[:-1]
+    padded = torch.cat((values.to(torch.int64), torch.zeros(1, dtype=torch.int64)))
+    mixed = _mix(keys, lengths.clamp(max=max_length))
+    for place in range(max_length):
+        index = torch.where(place < lengths, starts + place, values.numel())
+        mixed = _mix(mixed, padded[index])
+    return torch.where(met, mixed, _mix(keys, torch.full_like(keys, _NOT_MET)))
+
+
+def _mix(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    mixed = (keys ^ values) * _MIX
+    mixed = (mixed ^ (mixed >> 29)) * _MIX_AGAIN
+    return mixed ^ (mixed >> 32)
