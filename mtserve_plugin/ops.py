@@ -15,6 +15,7 @@ argument.
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -37,7 +38,20 @@ def _load() -> str | None:
             f"{spec.origin} cannot be loaded into torch {torch.__version__} ({error}); "
             f"mtserve-plugin needs torch>=2.11,<2.15; rebuild it: {_REBUILD}"
         )
+    if torch.version.cuda is not None:
+        _load_cuda()
     return None
+
+
+def _load_cuda() -> None:
+    """Adds the page operators for CUDA tensors, where this build has them (CMake option MTSERVE_CUDA)."""
+    spec = importlib.util.find_spec("mtserve_plugin._ops_cuda")
+    if spec is None or spec.origin is None:
+        return
+    try:
+        torch.ops.load_library(spec.origin)
+    except (OSError, RuntimeError) as error:
+        logging.getLogger(__name__).warning("%s cannot be loaded; operators stay on the CPU: %s", spec.origin, error)
 
 
 _problem = _load()

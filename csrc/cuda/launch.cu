@@ -1,0 +1,75 @@
+#include "cuda/launch.h"
+
+#include <algorithm>
+
+#include "cuda/page_kernels.cuh"
+
+namespace mtserve::cuda {
+
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int64_t kMaxBlocks = 1 << 16;  // kernels loop over what is left
+
+int blocks(int64_t items) { return static_cast<int>(std::min(items, kMaxBlocks)); }
+
+PageShape in_units(const PageBytes& b, int64_t unit) { return {b.page_size, b.k_row / unit, b.v_row / unit}; }
+
+// Calls `launch` with the widest unit that divides every address and size.
+template <class Launch>
+int with_unit(uint64_t alignment, const Launch& launch) {
+  if (alignment % 16 == 0)
+    launch(uint4{});
+  else if (alignment % 8 == 0)
+    launch(uint64_t{});
+  else if (alignment % 4 == 0)
+    launch(uint32_t{});
+  else
+    launch(uint16_t{});
+  return cudaGetLastError();
+}
+
+uint64_t address(const void* pointer) { return reinterpret_cast<uint64_t>(pointer); }
+
+template <bool to_table>
+int move(void* table, void* buffer, const int32_t* page_ids, const int32_t* num_rows, int64_t n, int64_t layers, int64_t table_layer_stride,
+         int64_t buffer_layer_stride, const PageBytes& bytes, void* stream) {
+  if (n * layers == 0) return 0;
+  const uint64_t alignment = address(table) | address(buffer) | bytes.k_row | bytes.v_row | table_layer_stride | buffer_layer_stride;
+  return with_unit(alignment, [&](auto unit) {
+    using Unit = decltype(unit);
+    constexpr int64_t size = sizeof(Unit);
+    move_pages<Unit, to_table><<<blocks(n * layers), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+        static_cast<Unit*>(table), static_cast<Unit*>(buffer), page_ids, num_rows, n, layers, table_layer_stride / size, buffer_layer_stride / size,
+        in_units(bytes, size));
+  });
+}
+
+}  // namespace
+
+int append_pages(void* table, const void* k, const void* v, const int64_t* slots, int64_t rows, int64_t k_stride, int64_t v_stride,
+                 const PageBytes& bytes, void* stream) {
+  if (rows == 0) return 0;
+  const uint64_t alignment = address(table) | address(k) | address(v) | bytes.k_row | bytes.v_row | k_stride | v_stride;
+  return with_unit(alignment, [&](auto unit) {
+    using Unit = decltype(unit);
+    constexpr int64_t size = sizeof(Unit);
+    append_pages<Unit><<<blocks(rows), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+        static_cast<Unit*>(table), static_cast<const Unit*>(k), static_cast<const Unit*>(v), slots, rows, k_stride / size, v_stride / size,
+        in_units(bytes, size));
+  });
+}
+
+int gather_pages(const void* table, void* buffer, const int32_t* page_ids, const int32_t* num_rows, int64_t n, int64_t layers,
+                 int64_t table_layer_stride, int64_t buffer_layer_stride, const PageBytes& bytes, void* stream) {
+  return move<false>(const_cast<void*>(table), buffer, page_ids, num_rows, n, layers, table_layer_stride, buffer_layer_stride, bytes, stream);
+}
+
+int scatter_pages(void* table, const void* buffer, const int32_t* page_ids, const int32_t* num_rows, int64_t n, int64_t layers,
+                  int64_t table_layer_stride, int64_t buffer_layer_stride, const PageBytes& bytes, void* stream) {
+  return move<true>(table, const_cast<void*>(buffer), page_ids, num_rows, n, layers, table_layer_stride, buffer_layer_stride, bytes, stream);
+}
+
+const char* error_name(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
+
+}  // namespace mtserve::cuda

@@ -1,0 +1,117 @@
+// The CUDA page kernels, compiled for the CPU: every thread of every block runs in turn, in shuffled order. They use no
+// barrier and no shuffle, so no order may matter.
+#include <algorithm>
+#include <cstdint>
+#include <random>
+#include <vector>
+
+struct Dim {
+  unsigned x = 0;
+};
+static Dim blockIdx, threadIdx, gridDim, blockDim;
+#define __global__
+
+#include "cuda/page_kernels.cuh"
+
+#include "check.h"
+
+using namespace mtserve::cuda;
+
+namespace {
+
+std::mt19937_64 generator(7);
+
+int64_t pick(int64_t least, int64_t most) { return least + static_cast<int64_t>(generator() % (most - least + 1)); }
+
+template <class Kernel>
+void launch(unsigned blocks, unsigned threads, Kernel kernel) {
+  std::vector<std::pair<unsigned, unsigned>> order;
+  for (unsigned b = 0; b < blocks; ++b)
+    for (unsigned t = 0; t < threads; ++t) order.push_back({b, t});
+  std::shuffle(order.begin(), order.end(), generator);
+  gridDim.x = blocks;
+  blockDim.x = threads;
+  for (const auto& [b, t] : order) {
+    blockIdx.x = b;
+    threadIdx.x = t;
+    kernel();
+  }
+}
+
+template <class Unit>
+std::vector<Unit> noise(int64_t n) {
+  std::vector<Unit> out(static_cast<size_t>(n));
+  for (Unit& x : out) x = static_cast<Unit>(generator());
+  return out;
+}
+
+template <class Unit>
+void append_matches() {
+  const PageShape shape{pick(1, 5), pick(1, 9), pick(1, 9)};
+  const int64_t page = shape.page_size * (shape.k_row + shape.v_row), pages = pick(1, 6), rows = pick(0, 12);
+  const int64_t k_stride = shape.k_row + pick(0, 3), v_stride = shape.v_row + pick(0, 3);
+  const auto k = noise<Unit>(rows * k_stride), v = noise<Unit>(rows * v_stride);
+  std::vector<int64_t> free_slots(pages * shape.page_size), slots(rows);
+  for (size_t i = 0; i < free_slots.size(); ++i) free_slots[i] = static_cast<int64_t>(i);
+  std::shuffle(free_slots.begin(), free_slots.end(), generator);
+  for (int64_t t = 0; t < rows; ++t) {
+    slots[t] = pick(0, 3) == 0 || free_slots.empty() ? -1 : free_slots.back();
+    if (slots[t] >= 0) free_slots.pop_back();
+  }
+  auto table = noise<Unit>(pages * page);
+  auto expected = table;
+  for (int64_t t = 0; t < rows; ++t) {
+    if (slots[t] < 0) continue;
+    const int64_t at = slots[t] / shape.page_size * page, row = slots[t] % shape.page_size;
+    for (int64_t i = 0; i < shape.k_row; ++i) expected[at + row * shape.k_row + i] = k[t * k_stride + i];
+    for (int64_t i = 0; i < shape.v_row; ++i) expected[at + shape.page_size * shape.k_row + row * shape.v_row + i] = v[t * v_stride + i];
+  }
+  launch(static_cast<unsigned>(pick(1, 4)), static_cast<unsigned>(pick(1, 7)),
+         [&] { append_pages<Unit>(table.data(), k.data(), v.data(), slots.data(), rows, k_stride, v_stride, shape); });
+  CHECK(table == expected);
+}
+
+template <class Unit, bool to_table>
+void move_matches() {
+  const PageShape shape{pick(1, 5), pick(1, 9), pick(1, 9)};
+  const int64_t page = shape.page_size * (shape.k_row + shape.v_row), pages = pick(1, 8), layers = pick(1, 3), n = pick(0, pages);
+  const int64_t table_stride = pages * page + pick(0, 2), buffer_stride = n * page + pick(0, 2);
+  auto table = noise<Unit>(layers * table_stride), buffer = noise<Unit>(layers * buffer_stride);
+  std::vector<int32_t> ids(pages), counts(n);
+  for (int64_t i = 0; i < pages; ++i) ids[i] = static_cast<int32_t>(i);
+  std::shuffle(ids.begin(), ids.end(), generator);
+  ids.resize(n);
+  for (int64_t i = 0; i < n; ++i) {
+    if (pick(0, 4) == 0) ids[i] = -1;
+    counts[i] = static_cast<int32_t>(pick(0, shape.page_size));
+  }
+  auto expected_table = table, expected_buffer = buffer;
+  for (int64_t layer = 0; layer < layers; ++layer)
+    for (int64_t i = 0; i < n; ++i)
+      for (int64_t at = 0; ids[i] >= 0 && at < page; ++at) {
+        const bool in_k = at < shape.page_size * shape.k_row;
+        const int64_t row = in_k ? at / shape.k_row : (at - shape.page_size * shape.k_row) / shape.v_row;
+        if (row >= counts[i]) continue;
+        const int64_t t = layer * table_stride + ids[i] * page + at, b = layer * buffer_stride + i * page + at;
+        (to_table ? expected_table[t] : expected_buffer[b]) = to_table ? buffer[b] : table[t];
+      }
+  launch(static_cast<unsigned>(pick(1, 4)), static_cast<unsigned>(pick(1, 7)), [&] {
+    move_pages<Unit, to_table>(table.data(), buffer.data(), ids.data(), counts.data(), n, layers, table_stride, buffer_stride, shape);
+  });
+  CHECK(table == expected_table);
+  CHECK(buffer == expected_buffer);
+}
+
+void rounds(void (*test)()) {
+  for (int round = 0; round < (quick ? 100 : 1000); ++round) test();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return run_tests(argc, argv,
+                   {{"append, 2-byte units", [] { rounds(append_matches<uint16_t>); }},
+                    {"append, 8-byte units", [] { rounds(append_matches<uint64_t>); }},
+                    {"gather", [] { rounds(move_matches<uint32_t, false>); }},
+                    {"scatter", [] { rounds(move_matches<uint32_t, true>); }}});
+}
