@@ -143,7 +143,11 @@ NB_MODULE(_core, m) {
             const Geometry geometry{num_layers, config.page_size, config.slot_tokens, k_row_bytes, v_row_bytes};
             const EngineOptions options{staged_onload ? Strategy::staged : Strategy::direct, staged_offload ? Strategy::staged : Strategy::direct, busy_wait_ms};
             const DeviceTable pages{at<std::byte>(table), table_pages, geometry.page_bytes()};
-            return std::make_shared<Engine>(config, geometry, pages, nullptr, nullptr, options);
+            // A forked child neither joins nor frees what belongs to its parent.
+            const auto release = [](Engine* engine) {
+              if (engine->is_in_own_process()) delete engine;
+            };
+            return std::shared_ptr<Engine>(new Engine(config, geometry, pages, nullptr, nullptr, options), release);
           },
           "config"_a, "num_layers"_a, "k_row_bytes"_a, "v_row_bytes"_a, "table"_a, "table_pages"_a, "staged_onload"_a = false,
           "staged_offload"_a = false, "busy_wait_ms"_a = 0)

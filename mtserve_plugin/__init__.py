@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mtserve_plugin.config import CacheConfig
     from mtserve_plugin.errors import AttachError, CacheError, ConfigError, InputError, OnloadError
     from mtserve_plugin.integrations import attach, detach
+    from mtserve_plugin.stability import audit
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,7 @@ __all__ = [
     "OnloadError",
     "PageTable",
     "attach",
+    "audit",
     "detach",
 ]
 
@@ -49,6 +51,7 @@ _HOMES = {
     "OnloadError": "errors",
     "PageTable": "batch",
     "attach": "integrations",
+    "audit": "stability",
     "detach": "integrations",
 }
 

@@ -328,6 +328,7 @@ class CacheBatch:
     def _check_open(self) -> None:
         if not self._open:
             raise CacheError("this batch was committed or aborted before; begin a new one")
+        self._cache.check_process()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheBatch:
         return self

@@ -7,19 +7,17 @@ import logging
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mtserve_plugin import host_memory
+from mtserve_plugin.arguments import Ids, check_values, host_int64, read_request
 from mtserve_plugin.batch import CacheBatch
 from mtserve_plugin.config import CacheConfig
 from mtserve_plugin.errors import CacheError, ConfigError, InputError
 
 _LOG = logging.getLogger(__name__)
-
-Ids = torch.Tensor | Sequence[int]
 
 
 class KVCache(ABC):
@@ -122,6 +120,9 @@ class KVCache(ABC):
     def stats(self) -> dict[str, Any]:
         """Counters (which only rise), gauges and hit ratios; see `docs/operating.md`."""
 
+    def check_process(self) -> None:  # noqa: B027
+        """Raises CacheError where this cache cannot be used: in a process forked from the one that built it."""
+
     def __enter__(self) -> KVCache:
         return self
 
@@ -133,32 +134,6 @@ class KVCache(ABC):
 
     def __reduce__(self) -> Any:
         raise TypeError(f"a {type(self).__name__} cannot be pickled: it owns device memory; build one per process")
-
-
-def host_int64(name: str, values: Ids, size: int | None = None) -> torch.Tensor:
-    """`values` as a contiguous int64 `[B]` tensor on the host.
-
-    Raises:
-        InputError: not integers, not one-dimensional, or not of the given size.
-    """
-    if not isinstance(values, torch.Tensor):
-        try:
-            values = torch.as_tensor(values)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise InputError(f"{name} cannot be read as int64: {error}") from None
-        if values.numel() == 0:
-            values = values.to(torch.int64)
-    if values.dtype != torch.int64:
-        if values.dtype not in (torch.int32, torch.int16, torch.uint8, torch.int8):
-            raise InputError(f"{name} is {values.dtype}; expected int64")
-        values = values.to(torch.int64)
-    if values.device.type != "cpu":
-        values = values.cpu()
-    if values.dim() != 1:
-        raise InputError(f"{name} has shape {tuple(values.shape)}; expected one dimension [B]")
-    if size is not None and values.numel() != size:
-        raise InputError(f"{name} has {values.numel()} entries; expected {size}, one per user id")
-    return values if values.is_contiguous() else values.contiguous()
 
 
 class NoCache(KVCache):
@@ -181,11 +156,9 @@ class NoCache(KVCache):
         context_keys: torch.Tensor | None = None,
         version: str = "",
     ) -> CacheBatch:
-        users = host_int64("user_ids", user_ids)
-        lengths = host_int64("history_lengths", history_lengths, users.numel())
-        candidates = candidate_counts(num_candidates, users.numel())
-        check_not_negative(lengths, candidates, context_tokens)
-        rows = users.numel()
+        request = read_request(user_ids, history_lengths, num_candidates, context_tokens, token_hashes, context_keys)
+        check_values(request)
+        lengths, candidates, rows = request.lengths, request.candidates, request.rows
         layout = torch.zeros((6, rows + 1), dtype=torch.int64)
         layout[1, :rows] = context_tokens
         layout[2, :rows] = lengths
@@ -225,21 +198,6 @@ class NoCache(KVCache):
         return {"requests": self._requests, "history_tokens": self._history_tokens, "hit_tokens": 0}
 
 
-def candidate_counts(num_candidates: int | torch.Tensor, rows: int) -> torch.Tensor:
-    """Candidates per row, `[rows]` int64."""
-    if isinstance(num_candidates, int):
-        return torch.full((rows,), num_candidates, dtype=torch.int64)
-    return host_int64("num_candidates", num_candidates, rows)
-
-
-def check_not_negative(lengths: torch.Tensor, candidates: torch.Tensor, context_tokens: int) -> None:
-    for name, values in (("history_lengths", lengths), ("num_candidates", candidates)):
-        if values.numel() and int(values.min()) < 0:
-            raise InputError(f"{name}[{int(values.argmin())}] is {int(values.min())}; lengths cannot be negative")
-    if context_tokens < 0:
-        raise InputError(f"context_tokens={context_tokens} cannot be negative")
-
-
 class HierarchicalKVCache(KVCache):
     """The two-tier cache: pages on the device, chunks in host memory (MTServe, section 4).
 
@@ -258,9 +216,16 @@ class HierarchicalKVCache(KVCache):
         super().__init__(config, device)
         if self.device.type != "cpu":
             raise ConfigError(f"device={str(device)!r} is not served by this build; use device='cpu'")
-        self.table = torch.empty(config.table_shape, dtype=config.torch_dtype, device=self.device)
-        self._engine = build_engine(config, self.table)
         self._pid = os.getpid()
+        try:
+            self.table = torch.empty(config.table_shape, dtype=config.torch_dtype, device=self.device)
+            self._engine = build_engine(config, self.table)
+        except (MemoryError, RuntimeError) as error:
+            raise ConfigError(
+                f"the memory cannot be had ({error}): num_pages={config.num_pages} + "
+                f"onload_pages={config.onload_pages} need {config.table_bytes} bytes on {self.device}, "
+                f"host_bytes={config.host_bytes} on the host; use less"
+            ) from None
         self._versions: dict[str, int] = {}
         self._next_version = 0
         self._open: weakref.WeakSet[CacheBatch] = weakref.WeakSet()
@@ -279,30 +244,19 @@ class HierarchicalKVCache(KVCache):
         context_keys: torch.Tensor | None = None,
         version: str = "",
     ) -> CacheBatch:
-        self._check_process()
-        users = host_int64("user_ids", user_ids)
-        rows = users.numel()
-        lengths = host_int64("history_lengths", history_lengths, rows)
-        candidates = candidate_counts(num_candidates, rows)
-        if context_tokens < 0:
-            raise InputError(f"context_tokens={context_tokens} cannot be negative")
-        hashes_at = keys_at = 0
-        if token_hashes is not None:
-            token_hashes = host_int64("token_hashes", token_hashes, int(lengths.sum()))
-            hashes_at = token_hashes.data_ptr()
-        if context_keys is not None:
-            context_keys = host_int64("context_keys", context_keys, rows)
-            keys_at = context_keys.data_ptr()
+        self.check_process()
+        request = read_request(user_ids, history_lengths, num_candidates, context_tokens, token_hashes, context_keys)
+        rows, lengths = request.rows, request.lengths
         layout = torch.empty((6, rows + 1), dtype=torch.int64)
         try:
             native = self._engine.begin(
-                users.data_ptr(),
+                request.users.data_ptr(),
                 lengths.data_ptr(),
-                candidates.data_ptr(),
+                request.candidates.data_ptr(),
                 rows,
                 context_tokens,
-                hashes_at,
-                keys_at,
+                request.token_hashes.data_ptr() if request.token_hashes is not None else 0,
+                request.context_keys.data_ptr() if request.context_keys is not None else 0,
                 self._version_id(version),
                 layout.data_ptr(),
                 self.config.busy_wait_ms > 0,
@@ -344,15 +298,19 @@ class HierarchicalKVCache(KVCache):
         return len(open_batches)
 
     def prefetch(self, user_ids: Ids, *, version: str = "") -> None:
-        self._check_process()
-        self._engine.prefetch(host_int64("user_ids", user_ids).tolist(), self._version_id(version))
+        self.check_process()
+        users = host_int64("user_ids", user_ids).tolist()
+        try:
+            self._engine.prefetch(users, self._version_id(version))
+        except RuntimeError as error:
+            raise CacheError(str(error)) from None
 
     def evict(self, user_ids: Ids) -> None:
-        self._check_process()
+        self.check_process()
         self._engine.evict(host_int64("user_ids", user_ids).tolist())
 
     def clear(self) -> None:
-        self._check_process()
+        self.check_process()
         self._engine.clear()
 
     def retire_version(self, version: str) -> None:
@@ -360,16 +318,17 @@ class HierarchicalKVCache(KVCache):
 
         A batch that runs under it may finish, but publishes nothing.
         """
+        self.check_process()
         number = self._versions.pop(version, None)
         if number is not None:
             self._engine.retire_version(number)
 
     def flush(self) -> None:
-        self._check_process()
+        self.check_process()
         self._engine.flush()
 
     def drain(self) -> None:
-        self._check_process()
+        self.check_process()
         self._engine.drain()
 
     def close(self) -> None:
@@ -377,8 +336,13 @@ class HierarchicalKVCache(KVCache):
         if os.getpid() == self._pid:
             self._engine.close()
 
+    def __del__(self) -> None:
+        # The table must outlive the copies into it; the constructor may have failed before there was an engine.
+        if hasattr(self, "_engine"):
+            self.close()
+
     def stats(self) -> dict[str, Any]:
-        self._check_process()
+        self.check_process()
         stats: dict[str, Any] = self._engine.stats()
         stats["hit_tokens"] = stats["device_hit_tokens"] + stats["host_hit_tokens"]
         asked = max(stats["history_tokens"], 1)
@@ -390,11 +354,13 @@ class HierarchicalKVCache(KVCache):
 
     def lengths(self, user_id: int, *, version: str = "") -> dict[str, int] | None:
         """What is stored for a user, in tokens: `committed`, `device`, `persisted`; `None` for an unknown user."""
+        self.check_process()
         committed, device, host = self._engine.lengths(user_id, self._version_id(version))
         return None if committed < 0 else {"committed": committed, "device": device, "persisted": host}
 
     def check(self) -> None:
         """Walks the whole index and raises CacheError when an invariant does not hold. For tests."""
+        self.check_process()
         problem = self._engine.check()
         if problem:
             raise CacheError(f"index invariant broken: {problem}")
@@ -406,7 +372,7 @@ class HierarchicalKVCache(KVCache):
             number = self._versions.setdefault(version, self._next_version)
         return number
 
-    def _check_process(self) -> None:
+    def check_process(self) -> None:
         if os.getpid() != self._pid:
             raise CacheError(
                 f"this cache was built in process {self._pid} and does not survive a fork; "
@@ -414,7 +380,7 @@ class HierarchicalKVCache(KVCache):
             )
 
     def _check_own(self, batch: CacheBatch) -> None:
-        self._check_process()
+        self.check_process()
         if not batch.is_open:
             raise CacheError("this batch was committed or aborted before; begin a new one")
         if batch._cache is not self:

@@ -75,14 +75,14 @@ class CacheConfig:
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             _check_int(name, getattr(self, name), least)
-        if self.dtype not in DTYPES:
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r} is not supported; use one of {', '.join(DTYPES)}")
-        if self.attn_scale is not None and not float(self.attn_scale) > 0:
+        if self.attn_scale is not None and not _is_positive(self.attn_scale):
             raise ConfigError(f"attn_scale={self.attn_scale!r} must be a positive number, or None for qk_dim ** -0.5")
         if not isinstance(self.tail_write_back, bool):
             raise ConfigError(f"tail_write_back={self.tail_write_back!r} must be True or False")
         for name in ("onload_strategy", "offload_strategy"):
-            if getattr(self, name) not in STRATEGIES:
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in STRATEGIES:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(STRATEGIES)}")
         if self.onload_strategy == "staged" and self.host_bytes and not self.onload_pages:
             raise ConfigError("onload_strategy='staged' needs an onload region; set onload_pages or use 'direct'")
@@ -190,6 +190,12 @@ class CacheConfig:
         return (self.num_layers, self.num_pages + self.onload_pages, self.page_elements)
 
     @property
+    def table_bytes(self) -> int:
+        """Bytes of the device table."""
+        layers, pages, elements = self.table_shape
+        return layers * pages * elements * self.element_size
+
+    @property
     def slot_tokens(self) -> int:
         """Tokens of a host slot: the chunk halved until a slot is near 128 tokens, never below a page."""
         floor = max(self.page_size, min(_SLOT_TOKENS, self.chunk_size // _SLOTS_PER_CHUNK))
@@ -232,3 +238,7 @@ def _check_int(name: str, value: object, least: int) -> None:
         raise ConfigError(f"{name}={value!r} must be an integer")
     if value < least:
         raise ConfigError(f"{name}={value} must be at least {least}")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")

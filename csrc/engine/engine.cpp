@@ -1,5 +1,7 @@
 #include "engine/engine.h"
 
+#include <unistd.h>
+
 #include <chrono>
 #include <stdexcept>
 
@@ -29,12 +31,13 @@ class Engine::Decision {
 };
 
 Engine::OpenBatch::~OpenBatch() {
-  if (engine != nullptr && batch.open) engine->abort(*this, true);
+  if (engine != nullptr && batch.open && engine->is_in_own_process()) engine->abort(*this, true);
 }
 
 Engine::Engine(const IndexConfig& config, const Geometry& geometry, const DeviceTable& table, std::unique_ptr<Tier> tier,
                std::unique_ptr<Runtime> runtime, const EngineOptions& options)
-    : index_(config),
+    : process_(getpid()),
+      index_(config),
       tier_(tier != nullptr ? std::move(tier) : make_arena(config, geometry)),
       runtime_(runtime != nullptr ? std::move(runtime) : std::make_unique<ThreadsRuntime>()),
       caller_(ThreadsRuntime().make_caller_stream()),
@@ -46,6 +49,8 @@ Engine::Engine(const IndexConfig& config, const Geometry& geometry, const Device
       offload_(std::make_unique<OffloadPipeline>(*runtime_, places_, options.offload)) {}
 
 Engine::~Engine() { close(); }
+
+bool Engine::is_in_own_process() const { return getpid() == process_; }
 
 void Engine::begin(std::span<const RowRequest> requests, int32_t context_tokens, uint32_t version, OpenBatch& open, Stream* compute) {
   if (busy_wait_ms_ > 0) wait_for_pages(requests, version);
@@ -275,6 +280,7 @@ void Engine::close() {
   drain();
   onload_.reset();
   offload_.reset();
+  tier_->close();
 }
 
 }  // namespace mtserve

@@ -58,6 +58,9 @@ class Engine {
          std::unique_ptr<Runtime> runtime = nullptr, const EngineOptions& options = {});
   ~Engine();
 
+  // False after a fork, in the child: its threads do not exist there and its locks may be held for ever.
+  bool is_in_own_process() const;
+
   Index& index() { return index_; }
   Tier& tier() { return *tier_; }
   Runtime& runtime() { return *runtime_; }
@@ -106,6 +109,7 @@ class Engine {
   void wait_for_pages(std::span<const RowRequest> requests, uint32_t version);
   void pages_may_be_free();
 
+  const int process_;
   Index index_;
   std::unique_ptr<Tier> tier_;
   std::unique_ptr<Runtime> runtime_;

@@ -83,10 +83,10 @@ void Index::enlist(std::span<const RowRequest> requests, Batch& batch) {
 
 Index::Match Index::match(const Entry& e, const RowRequest& request, const PageHashes* hashes, int32_t context_tokens,
                           uint64_t context_key) const {
-  const int32_t committed = std::min(e.committed(), e.cut);
-  if (committed == 0) return {};
+  const int32_t known = std::min(e.known(), e.cut);
+  if (known == 0) return {};
   if (e.context != context_tokens || e.context_key != context_key) return {0, true};
-  int32_t tokens = std::min(committed, request.tokens);
+  int32_t tokens = std::min(known, request.tokens);
   bool edited = false;
   if (hashes != nullptr) {
     if (e.hashes == nullptr) return {0, true};
@@ -123,7 +123,7 @@ void Index::grant(const RowRequest& request, size_t row_index, bool leads, Batch
   Entry& e = entry(id);
   const PageHashes* hashes = request.token_hashes != nullptr ? &batch.hashes[row_index] : nullptr;
   Match found = match(e, request, hashes, batch.context_tokens, request.context_key);
-  if (leads && found.tokens < std::min(e.committed(), e.cut)) {
+  if (leads && found.tokens < std::min(e.known(), e.cut)) {
     ++(found.edited ? counters_.edited_rows : counters_.truncated_rows);
     if (e.pins == e.mark_rows && e.in_transit == 0)
       shorten(id, found.tokens);
@@ -131,7 +131,8 @@ void Index::grant(const RowRequest& request, size_t row_index, bool leads, Batch
       e.cut = found.tokens;  // others read it: cut when the last pin drops
   }
 
-  int32_t cached = found.tokens;
+  int32_t cached = std::min(found.tokens, e.committed());
+  if (cached <= batch.context_tokens) cached = 0;
   const bool has_news = leads && row.tokens > cached && !is_retired(batch.version);
   bool stores = has_news && !e.writer && e.cut == kNoCut && cached == e.committed();
   if (has_news && e.writer) ++counters_.rows_busy;
@@ -140,7 +141,7 @@ void Index::grant(const RowRequest& request, size_t row_index, bool leads, Batch
   const bool can_grow = !e.writer;
   int32_t load_end = 0;
   if (cached > e.resident()) {
-    if (can_grow && e.load == 0) {
+    if (can_grow && e.load == 0 && e.in_transit == 0) {  // the offload may be about to replace the block
       load_end = e.cut == kNoCut ? e.host : std::min(e.host, pages_for(cached) * config_.page_size);
     } else {
       cached = e.resident();
@@ -168,7 +169,8 @@ void Index::grant(const RowRequest& request, size_t row_index, bool leads, Batch
   row.stores = stores;
   row.num_pages = pages_for(stores ? row.tokens : cached);
   if (stores) e.writer = true;
-  batch.after = std::max({batch.after, after, cached > 0 ? e.last_use : 0});
+  // A row that stores may write pages that an aborted batch reserved and never gave back, others holding the entry.
+  batch.after = std::max({batch.after, after, cached > 0 || stores ? e.last_use : 0});
 
   const auto history = [&](int32_t tokens) { return std::max(tokens - batch.context_tokens, 0); };
   counters_.device_hit_tokens += history(on_device);
@@ -262,7 +264,7 @@ void Index::start_onload(EntryId id, int32_t end, Fence after, std::vector<Trans
   task.entry = id;
   task.first = e.device;
   task.end = end;
-  task.after = after;
+  task.after = std::max(after, e.last_use);  // an aborted writer may have left its pages with the entry
   task.pages.assign(e.pages.begin() + task.first / config_.page_size, e.pages.begin() + pages_for(end));
   task.blocks.assign(e.blocks.begin() + task.first / config_.chunk_tokens,
                      e.blocks.begin() + (end + config_.chunk_tokens - 1) / config_.chunk_tokens);
@@ -286,7 +288,7 @@ void Index::onload_done(const TransferTask& task, bool ok) {
     // What could not be read does not count as cached, nor does what was computed from it and published meanwhile.
     // Pages stay until the last reader is gone.
     ++counters_.onload_failures;
-    const int32_t before = std::min(e.committed(), e.cut);
+    const int32_t before = std::min(e.known(), e.cut);
     e.cut = std::min(e.cut, task.first);
     if (!e.detached && !is_retired(e.version)) counters_.lost_tokens += std::max(before - e.cut, 0);
   }
@@ -299,7 +301,7 @@ void Index::prefetch(std::span<const int64_t> users, uint32_t version, std::vect
     const EntryId id = map_.find(user, version);
     if (id == kNoEntry) continue;
     Entry& e = entry(id);
-    if (e.load != 0 || e.writer || e.cut != kNoCut || e.device >= e.host) continue;
+    if (e.load != 0 || e.writer || e.in_transit != 0 || e.cut != kNoCut || e.device >= e.host) continue;
     pin(id);  // growing must not evict the user itself
     Fence after = 0;
     e.tick = ++tick_;
@@ -404,7 +406,8 @@ void Index::offload_done(const TransferTask& task, bool ok, std::vector<Transfer
   Entry& e = entry(task.entry);
   if (e.in_transit > 0) {
     pin(task.entry);
-    if (!ok && !is_retired(e.version)) counters_.lost_tokens += std::max(e.in_transit - e.committed(), 0);
+    if (!ok && !e.detached && !is_retired(e.version))
+      counters_.lost_tokens += std::max(std::min(e.in_transit, e.cut) - e.committed(), 0);
     e.in_transit = 0;
   }
   e.offloading = false;
@@ -542,7 +545,7 @@ void Index::take_freed_blocks(std::vector<Block>& blocks) {
 }
 
 void Index::count_lost(const Entry& e, int32_t before) {
-  if (!is_retired(e.version)) counters_.lost_tokens += std::max(before - std::max(e.device, e.secured()), 0);
+  if (!is_retired(e.version)) counters_.lost_tokens += std::max(std::min(before, e.cut) - std::max(e.device, e.secured()), 0);
 }
 
 // Cuts both prefixes. The entry must be idle apart from the batch that asks.

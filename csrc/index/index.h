@@ -109,6 +109,8 @@ class Index {
     int32_t committed() const { return device > host ? device : host; }
     // Tokens that are in pages, or will be.
     int32_t resident() const { return load != 0 && load_end > device ? load_end : device; }
+    // Tokens whose content is settled: what was committed, though its end may be on its way to the host and in no tier.
+    int32_t known() const { return committed() > in_transit ? committed() : in_transit; }
     // What survives when the pages go, if the offload in flight succeeds.
     int32_t secured() const { return host > in_transit ? host : in_transit; }
     // Nobody reads, writes or moves it.

@@ -106,6 +106,7 @@ SimRuntime::Actor& SimRuntime::add(const std::string& name, bool is_host) {
   actor.name = name;
   actor.id = actors_.size() - 1;
   actor.is_host = is_host;
+  actor.pace = uint64_t{1} << random_() % 6;
   return actor;
 }
 
@@ -215,7 +216,12 @@ void SimRuntime::block(const std::function<bool()>& ready) {
         candidates.push_back(actor.get());
     }
     if (candidates.empty()) fail("deadlock: nothing can run");
-    Actor& chosen = *candidates[random_() % candidates.size()];
+    uint64_t sum = 0;
+    for (const Actor* candidate : candidates) sum += candidate->pace;
+    uint64_t draw = random_() % sum;
+    size_t at = 0;
+    while (draw >= candidates[at]->pace) draw -= candidates[at++]->pace;
+    Actor& chosen = *candidates[at];
     if (&chosen == &me) return;
     if (!chosen.is_host) {
       run_head(chosen);

@@ -70,6 +70,7 @@ class SimRuntime : public Runtime {
     size_t id = 0;
     Clock clock;
     bool is_host = false;
+    uint64_t pace = 1;                  // how often it is chosen, relative to others
     bool finished = false;
     bool in_body = false;               // a host thread that is inside a work item
     std::function<bool()> ready;        // host: may go on when true

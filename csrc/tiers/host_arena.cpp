@@ -37,8 +37,11 @@ HostArena::HostArena(const Geometry& geometry, int64_t num_slots)
 #endif
 }
 
-HostArena::~HostArena() {
+HostArena::~HostArena() { HostArena::close(); }
+
+void HostArena::close() {
   if (base_ != nullptr) munmap(base_, static_cast<size_t>(bytes_));
+  base_ = nullptr;
 }
 
 int64_t HostArena::touch(int64_t bytes, int threads) {

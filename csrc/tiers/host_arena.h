@@ -20,7 +20,7 @@ class HostArena : public Tier {
   // the first requests would pay for the page faults.
   int64_t touch(int64_t bytes, int threads);
 
-  int64_t capacity() const override { return bytes_; }
+  int64_t capacity() const override { return base_ == nullptr ? 0 : bytes_; }
   void reserve(Block) override {}
   void write(Block block, int32_t layer, std::span<const PageRows> rows) override;
   void read(Block block, int32_t layer, std::span<const PageRows> rows) override;
@@ -28,6 +28,7 @@ class HostArena : public Tier {
     return page_at(block, layer, page_in_block);
   }
   void drop(Block) override {}
+  void close() override;
 
  private:
   std::byte* page_at(Block block, int32_t layer, int32_t page_in_block) const;

@@ -9,8 +9,8 @@
 namespace mtserve {
 
 // Guarantees: `read` returns what the last `write` of the same rows put there, until the block is dropped. Calls for
-// different blocks, and reads of one block, may run at the same time; the index's pins keep a block's writers apart
-// from its readers. Both throw when the bytes could not be moved whole.
+// different blocks or layers, and reads of one block, may run at the same time; the index's pins keep a block's writers
+// apart from its readers. Both throw when the bytes could not be moved whole.
 class Tier {
  public:
   virtual ~Tier() = default;
@@ -26,6 +26,8 @@ class Tier {
   virtual const std::byte* address(Block, int32_t, int32_t) const { return nullptr; }
   // The block's bytes are no longer wanted.
   virtual void drop(Block block) = 0;
+  // Frees the memory. Nothing is read or written afterwards.
+  virtual void close() {}
 };
 
 }  // namespace mtserve

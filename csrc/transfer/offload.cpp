@@ -30,7 +30,9 @@ void OffloadPipeline::start(TransferTask task, std::vector<EventPtr> uses, std::
       [this, job] {
         for (const EventPtr& use : job->uses) offload_->wait(use);
         try {
-          for (const Block& block : job->task.blocks) places_.tier->reserve(block);
+          // A first block that goes on in the middle of its chunk is written in place.
+          const size_t fresh = job->task.first % places_.chunk_tokens != 0;
+          for (size_t i = fresh; i < job->task.blocks.size(); ++i) places_.tier->reserve(job->task.blocks[i]);
         } catch (...) {
           job->failed = true;
         }

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from mtserve_plugin import dependencies
-from mtserve_plugin.cache import host_int64
+from mtserve_plugin.arguments import host_int64
 from mtserve_plugin.errors import InputError
 
 dependencies.require_torchrec()

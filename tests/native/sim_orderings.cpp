@@ -1,217 +1,43 @@
-// Random traffic on the simulated runtime: every schedule is checked for unordered accesses, and every byte that
-// attention reads for being the byte that was appended for that user, content, layer and position.
+// Random traffic on the simulated runtime: every schedule is checked for unordered accesses, for wrong bytes and for
+// what the index promises. All strategies, with and without injected faults, in turn.
 //
-//   sim_orderings [--seeds N] [--first SEED] [--onload direct|staged] [--offload direct|staged] [--faults]
+//   sim_orderings [--quick] [--seeds N] [--first SEED] [--onload direct|staged] [--offload direct|staged]
+//                 [--faults | --no-faults]
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
-#include <map>
-#include <memory>
-#include <random>
+#include <exception>
+#include <optional>
 #include <string>
-#include <vector>
+#include <unistd.h>
 
-#include "engine/engine.h"
-#include "runtime/sim.h"
-#include "transfer/slices.h"
+#include "traffic.h"
 
 using namespace mtserve;
 
 namespace {
 
-constexpr int kUsers = 6, kLayers = 2, kPageSize = 2, kPages = 18, kRegion = 8, kChunk = 8, kSlot = 2, kChunks = 14;
-constexpr int64_t kRowK = 8, kRowV = 16;
+volatile unsigned long long current_seed = 0;
 
-struct Options {
-  uint64_t seeds = 200, first = 1;
-  EngineOptions engine;
-  bool faults = false;
-};
-
-uint64_t tag(int64_t user, int32_t content, int32_t layer, int32_t position, bool is_v) {
-  uint64_t x = 1 + user + 1000 * (content + 1000 * (layer + 10 * (position + 1000 * (is_v ? 1 : 0))));
-  x *= 0x9e3779b97f4a7c15ull;
-  return x ^ (x >> 29);
+// A crash must name its seed too.
+void on_signal(int) {
+  char line[64];
+  const int n = std::snprintf(line, sizeof line, "seed %llu: crashed\n", current_seed);
+  if (write(1, line, static_cast<size_t>(n)) != n) _exit(2);
+  _exit(1);
 }
 
-struct Traffic {
-  SimRuntime* sim;  // the engine owns it
-  std::vector<std::byte> memory;
-  DeviceTable table;
-  std::unique_ptr<Engine> engine;
-  std::mt19937_64 random;
-  int32_t length[kUsers] = {}, content[kUsers] = {};
-  int64_t reads = 0, wrong = 0, committed = 0, failed = 0;
-  bool faults;
-
-  Traffic(uint64_t seed, const Options& options) : random(seed * 7919), faults(options.faults) {
-    IndexConfig config;
-    config.page_size = kPageSize;
-    config.num_pages = kPages;
-    config.chunk_tokens = kChunk;
-    config.slot_tokens = kSlot;
-    config.num_chunks = kChunks;
-    config.offload_quota_tokens = 40;
-    Geometry geometry{kLayers, kPageSize, kSlot, kRowK, kRowV};
-    memory.assign(kLayers * (kPages + kRegion) * geometry.page_bytes(), std::byte{0xEE});
-    table = DeviceTable{memory.data(), kPages + kRegion, geometry.page_bytes()};
-    auto runtime = std::make_unique<SimRuntime>(seed);
-    sim = runtime.get();
-    engine = std::make_unique<Engine>(config, geometry, table, nullptr, std::move(runtime), options.engine);
+void on_terminate() {
+  try {
+    std::rethrow_exception(std::current_exception());
+  } catch (const std::exception& error) {
+    std::printf("seed %llu: uncaught: %s\n", current_seed, error.what());
+  } catch (...) {
+    std::printf("seed %llu: uncaught\n", current_seed);
   }
-
-  int pick(int n) { return static_cast<int>(random() % n); }
-
-  std::byte* row(int32_t layer, PageId page, int32_t at, bool is_v) const {
-    return table.page(layer, page) + (is_v ? kPageSize * kRowK + at * kRowV : at * kRowK);
-  }
-
-  struct Request {
-    int64_t user;
-    int32_t content, cached, tokens;
-    std::vector<PageId> pages;
-    bool stores;
-  };
-
-  void attend(Stream& compute, const std::shared_ptr<std::vector<Request>>& rows, int32_t layer, const std::shared_ptr<int64_t>& mismatches) {
-    compute.launch(
-        "attention",
-        [this, rows, layer, mismatches] {
-          for (const Request& r : *rows)
-            for (int32_t t = 0; t < r.cached; ++t)
-              for (const bool is_v : {false, true}) {
-                uint64_t got;
-                std::memcpy(&got, row(layer, r.pages[t / kPageSize], t % kPageSize, is_v), sizeof got);
-                *mismatches += got != tag(r.user, r.content, layer, t, is_v);
-                ++reads;
-              }
-        },
-        [&] {
-          Accesses out;
-          for (const Request& r : *rows)
-            for (int32_t t = 0; t < r.cached; ++t)
-              for (const bool is_v : {false, true})
-                out.push_back({row(layer, r.pages[t / kPageSize], t % kPageSize, is_v), is_v ? kRowV : kRowK, false});
-          return out;
-        });
-  }
-
-  void append(Stream& compute, const std::shared_ptr<std::vector<Request>>& rows, int32_t layer) {
-    compute.launch(
-        "append",
-        [this, rows, layer] {
-          for (const Request& r : *rows)
-            for (int32_t t = r.cached; r.stores && t < r.tokens; ++t)
-              for (const bool is_v : {false, true}) {
-                const uint64_t value = tag(r.user, r.content, layer, t, is_v);
-                std::memcpy(row(layer, r.pages[t / kPageSize], t % kPageSize, is_v), &value, sizeof value);
-              }
-        },
-        [&] {
-          Accesses out;
-          for (const Request& r : *rows)
-            for (int32_t t = r.cached; r.stores && t < r.tokens; ++t)
-              for (const bool is_v : {false, true})
-                out.push_back({row(layer, r.pages[t / kPageSize], t % kPageSize, is_v), is_v ? kRowV : kRowK, true});
-          return out;
-        });
-  }
-
-  void serve(Stream& compute) {
-    const int n = 1 + pick(3);
-    std::vector<RowRequest> requests;
-    auto rows = std::make_shared<std::vector<Request>>();
-    for (int i = 0; i < n; ++i) {
-      const int user = pick(kUsers);
-      length[user] = pick(12) == 0 ? length[user] / 2 : std::min(length[user] + pick(7), 22);
-      requests.push_back({user, length[user], 0, nullptr});
-      rows->push_back({user, content[user], 0, length[user], {}, false});
-    }
-    Engine::OpenBatch open;
-    engine->begin(requests, 0, 1, open, &compute);
-    for (int i = 0; i < n; ++i) {
-      const BatchRow& granted = open.batch.rows[i];
-      Request& r = (*rows)[i];
-      r.cached = granted.cached;
-      r.stores = granted.stores;
-      r.pages.assign(open.batch.pages.begin() + granted.first_page, open.batch.pages.begin() + granted.first_page + granted.num_pages);
-    }
-    auto mismatches = std::make_shared<int64_t>(0);
-    const bool gives_up = pick(10) == 0;
-    bool good = true;
-    for (int32_t layer = 0; layer < kLayers && good; ++layer) {
-      good = engine->wait(open, layer);
-      attend(compute, rows, layer, mismatches);
-      append(compute, rows, layer);
-      if (gives_up && layer == 0) break;
-    }
-    const std::vector<LoadPtr> loads = open.loads;
-    if (gives_up || !good)
-      engine->abort(open);
-    else
-      engine->commit(open);
-    if (pick(2) == 0) {
-      EventPtr end = sim->make_event();
-      compute.record(end);
-      sim->synchronize(end);
-    }
-    // Judged when the stream has run: a batch whose load failed never counts.
-    compute.launch(
-        "judge",
-        [this, mismatches, loads] {
-          for (const LoadPtr& load : loads)
-            if (load->failed) {
-              ++failed;
-              return;
-            }
-          wrong += *mismatches;
-          ++committed;
-        },
-        nullptr);
-  }
-
-  void caller(int batches) {
-    auto compute = sim->make_stream("compute");
-    for (int i = 0; i < batches; ++i) {
-      if (faults && pick(6) == 0) (pick(2) == 0 ? sim->faults.onload_copy : sim->faults.offload_copy) = 1 + pick(4);
-      switch (pick(12)) {
-        case 0: {
-          const int64_t user = pick(kUsers);
-          ++content[user];  // the old events are gone, others took their place
-          length[user] = 0;
-          engine->evict(std::span(&user, 1));
-          break;
-        }
-        case 1: {
-          const int64_t user = pick(kUsers);
-          engine->prefetch(std::span(&user, 1), 1);
-          break;
-        }
-        case 2:
-          if (pick(4) == 0) engine->flush();
-          break;
-        default:
-          serve(*compute);
-      }
-    }
-  }
-
-  std::string run() {
-    sim->spawn("caller 1", [this] { caller(10); });
-    sim->spawn("caller 2", [this] { caller(10); });
-    sim->run_dry();
-    engine->drain();
-    std::string problem = sim->problem();
-    if (problem.empty() && wrong > 0) problem = "attention read " + std::to_string(wrong) + " wrong values";
-    if (problem.empty()) problem = engine->index().check();
-    engine->clear();
-    const Gauges g = engine->index().gauges();
-    if (problem.empty() && (g.pages_free != g.pages_total || g.slots_free != g.slots_total || g.open_batches != 0 || g.transfers_in_flight != 0))
-      problem = "pages, slots or pins leaked";
-    engine->close();
-    return problem;
-  }
-};
+  std::fflush(stdout);
+  _exit(1);
+}
 
 Strategy strategy(const std::string& name) {
   if (name == "direct") return Strategy::direct;
@@ -223,35 +49,72 @@ Strategy strategy(const std::string& name) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  Options options;
+  uint64_t seeds = 400, first = 1;
+  std::optional<Strategy> onload, offload;
+  std::optional<bool> faults;
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
-    if (name == "--faults") {
-      options.faults = true;
+    if (name == "--faults" || name == "--no-faults") {
+      faults = name == "--faults";
+      continue;
+    }
+    if (name == "--quick") {
+      seeds = 64;
       continue;
     }
     if (i + 1 == argc) return std::fprintf(stderr, "%s needs a value\n", name.c_str()), 2;
     const std::string value = argv[++i];
-    if (name == "--seeds") options.seeds = std::stoull(value);
-    else if (name == "--first") options.first = std::stoull(value);
-    else if (name == "--onload") options.engine.onload = strategy(value);
-    else if (name == "--offload") options.engine.offload = strategy(value);
+    if (name == "--seeds") seeds = std::stoull(value);
+    else if (name == "--first") first = std::stoull(value);
+    else if (name == "--onload") onload = strategy(value);
+    else if (name == "--offload") offload = strategy(value);
     else return std::fprintf(stderr, "unknown option %s\n", name.c_str()), 2;
   }
-  int64_t reads = 0, committed = 0, failed = 0, onloads = 0, offloads = 0;
-  for (uint64_t seed = options.first; seed < options.first + options.seeds; ++seed) {
-    Traffic traffic(seed, options);
-    const std::string problem = traffic.run();
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+  std::signal(SIGSEGV, on_signal);
+  std::signal(SIGABRT, on_signal);
+#endif
+  std::set_terminate(on_terminate);
+
+  Traffic::Tally sum;
+  Counters seen;
+  for (uint64_t seed = first; seed < first + seeds; ++seed) {
+    current_seed = seed;
+    EngineOptions options;
+    options.onload = onload.value_or(seed & 1 ? Strategy::staged : Strategy::direct);
+    options.offload = offload.value_or(seed & 2 ? Strategy::staged : Strategy::direct);
+    Traffic traffic(seed, options, faults.value_or((seed & 4) != 0));
+    const std::string problem = traffic.run(2 + static_cast<int>(seed / 8 % 2), 60);
     if (!problem.empty()) return std::printf("seed %llu: %s\n", static_cast<unsigned long long>(seed), problem.c_str()), 1;
-    reads += traffic.reads;
-    committed += traffic.committed;
-    failed += traffic.failed;
-    const Counters c = traffic.engine->index().counters();
-    onloads += c.onloads;
-    offloads += c.offloads;
+    const Traffic::Tally& t = traffic.tally();
+    sum.reads += t.reads;
+    sum.committed += t.committed;
+    sum.failed += t.failed;
+    const Counters c = traffic.counters();
+    seen.onloads += c.onloads;
+    seen.offloads += c.offloads;
+    seen.tail_write_backs += c.tail_write_backs;
+    seen.host_hit_tokens += c.host_hit_tokens;
+    seen.device_hit_tokens += c.device_hit_tokens;
+    seen.rows_busy += c.rows_busy;
+    seen.rows_without_room += c.rows_without_room;
+    seen.unpublished_rows += c.unpublished_rows;
+    seen.edited_rows += c.edited_rows;
+    seen.truncated_rows += c.truncated_rows;
+    seen.device_evicted_pages += c.device_evicted_pages;
+    seen.host_evicted_tokens += c.host_evicted_tokens;
+    seen.onload_failures += c.onload_failures;
+    seen.offload_failures += c.offload_failures;
+    seen.offloads_refused_quota += c.offloads_refused_quota;
+    seen.offloads_refused_host_full += c.offloads_refused_host_full;
   }
-  std::printf("%llu schedules, %lld batches, %lld failed by injected faults, %lld onloads, %lld offloads, %lld values read: all ordered, all right\n",
-              static_cast<unsigned long long>(options.seeds), static_cast<long long>(committed), static_cast<long long>(failed),
-              static_cast<long long>(onloads), static_cast<long long>(offloads), static_cast<long long>(reads));
+  const auto n = [](uint64_t x) { return static_cast<unsigned long long>(x); };
+  std::printf("%llu schedules: %llu batches, %llu failed by injected faults; %llu values read\n", n(seeds), n(sum.committed), n(sum.failed), n(sum.reads));
+  std::printf("  %llu onloads (%llu failed), %llu offloads (%llu failed, %llu tails), hits %llu device, %llu host\n", n(seen.onloads),
+              n(seen.onload_failures), n(seen.offloads), n(seen.offload_failures), n(seen.tail_write_backs), n(seen.device_hit_tokens), n(seen.host_hit_tokens));
+  std::printf("  rows: %llu busy, %llu without room, %llu unpublished, %llu edited, %llu shorter; evicted %llu pages, %llu host tokens; refused %llu by quota, %llu by the host\n",
+              n(seen.rows_busy), n(seen.rows_without_room), n(seen.unpublished_rows), n(seen.edited_rows), n(seen.truncated_rows),
+              n(seen.device_evicted_pages), n(seen.host_evicted_tokens), n(seen.offloads_refused_quota), n(seen.offloads_refused_host_full));
+  std::printf("all ordered, all right\n");
   return 0;
 }

@@ -1,0 +1,157 @@
+"""`mtserve replay`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mtserve_plugin.commands.outcome import FAILED_CHECK, reported
+from mtserve_plugin.commands.progress import progress_bar
+from mtserve_plugin.replay_options import MODELS, MODES, ReplayOptions, parse_bytes, parse_names, parse_numbers
+from mtserve_plugin.report import check_writable, console, print_problems, print_replay, write_json
+
+_DEFAULT = ReplayOptions()
+_DEFAULT_SIZES = ",".join(map(str, _DEFAULT.batch_sizes))
+_DEFAULT_MODES = ",".join(_DEFAULT.modes)
+_SIZES = ", ".join(
+    f"{name} ({shape.layers} layers, {shape.heads} heads of {shape.dim}, {shape.dtype})"
+    for name, shape in MODELS.items()
+)
+
+Trace = Annotated[
+    str,
+    typer.Option(
+        help="kuairand-like or mt-like (synthetic, shaped like the paper's datasets), ml-100k (needs recbole), "
+        "or a path: a folder with KuaiRand-1K, MovieLens or RecBole files, or any CSV with user, item and time.",
+    ),
+]
+Requests = Annotated[int, typer.Option(help="Timed requests per mode and batch size: the last ones of the trace.")]
+BatchSizes = Annotated[str, typer.Option(help="Requests per batch, each measured on the same requests.")]
+Modes = Annotated[str, typer.Option(help=f"Some of {', '.join(MODES)}; recompute is always run.")]
+Model = Annotated[str, typer.Option(help=f"Size of the HSTU model: {_SIZES}.")]
+Layers = Annotated[int | None, typer.Option(help="Layers, instead of the model's.", show_default="model's")]
+Heads = Annotated[int | None, typer.Option(help="Heads per layer, instead of the model's.", show_default="model's")]
+Dim = Annotated[int | None, typer.Option(help="Dimension per head, instead of the model's.", show_default="model's")]
+Dtype = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16, instead of the model's.", show_default="model's")
+]
+Candidates = Annotated[int, typer.Option(help="Items to score per request.")]
+Pages = Annotated[
+    int | None,
+    typer.Option(help="Pages of the device tier.", show_default="a fifth of what the trace's users need"),
+]
+PageSize = Annotated[int, typer.Option(help="Tokens per page.")]
+HostBytes = Annotated[
+    str | None,
+    typer.Option(help="Host tier of the hierarchical mode, e.g. 2GiB.", show_default="room for all users"),
+]
+Chunk = Annotated[int, typer.Option(help="Tokens per host chunk; a multiple of the page size.")]
+Users = Annotated[int, typer.Option(help="Users of a synthetic trace.")]
+MeanHistory = Annotated[
+    int | None,
+    typer.Option(help="Mean history of a synthetic trace, in tokens.", show_default="956, mt-like 1730"),
+]
+MaxHistory = Annotated[
+    int | None,
+    typer.Option(help="Longest history, in tokens.", show_default="3000, mt-like 2000, files 20000"),
+]
+AtCap = Annotated[
+    str,
+    typer.Option(
+        help="What happens at the longest history: stop (later events are left out), slide (the oldest event goes, "
+        "which invalidates the whole prefix), step:N (the N oldest go at once)."
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Of the synthetic trace, the candidates and the weights.")]
+Threads = Annotated[int | None, typer.Option(help="Threads of torch.", show_default="torch's choice")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write config, machine and rows here.")]
+
+
+def replay(
+    trace: Trace = _DEFAULT.trace,
+    requests: Requests = _DEFAULT.requests,
+    batch_sizes: BatchSizes = _DEFAULT_SIZES,
+    modes: Modes = _DEFAULT_MODES,
+    model: Model = _DEFAULT.model,
+    layers: Layers = None,
+    heads: Heads = None,
+    dim: Dim = None,
+    dtype: Dtype = None,
+    candidates: Candidates = _DEFAULT.candidates,
+    pages: Pages = None,
+    page_size: PageSize = _DEFAULT.page_size,
+    host_bytes: HostBytes = None,
+    chunk: Chunk = _DEFAULT.chunk,
+    users: Users = _DEFAULT.users,
+    mean_history: MeanHistory = None,
+    max_history: MaxHistory = None,
+    at_cap: AtCap = _DEFAULT.at_cap,
+    seed: Seed = _DEFAULT.seed,
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    """Serve a trace with and without the cache: latency, speed-up, hit ratios, score differences.
+
+    The same requests go through a model three times: recompute encodes every history anew, device keeps keys and
+    values in pages alone, hierarchical has host memory behind the pages. Every score is compared with recompute's, and
+    two planted errors must show in that comparison; the exit code is 1 if one does not, or if scores differ.
+
+    Caches are filled with each user's latest earlier request before timing. The modes take turns batch by batch, and
+    background copies end between two turns, outside the latency.
+
+    Examples:
+
+        mtserve replay
+
+        mtserve replay --batch-sizes 8 --pages 400 --host-bytes 2GiB --json replay.json
+
+        mtserve replay --trace ./KuaiRand-1K/data --requests 1000 --max-history 4000
+    """
+    with reported():
+        check_writable(json_file)
+        options = ReplayOptions(
+            trace=trace,
+            requests=requests,
+            batch_sizes=parse_numbers("--batch-sizes", batch_sizes),
+            modes=parse_names(modes),
+            model=model,
+            layers=layers,
+            heads=heads,
+            dim=dim,
+            dtype=dtype,
+            candidates=candidates,
+            pages=pages,
+            page_size=page_size,
+            host_bytes=None if host_bytes is None else parse_bytes(host_bytes),
+            chunk=chunk,
+            users=users,
+            mean_history=mean_history,
+            max_history=max_history,
+            at_cap=at_cap,
+            seed=seed,
+            threads=threads,
+        )
+        with progress_bar() as step:
+            step("importing torch and torchrec", 0, 1)
+            _before_torch()
+            from mtserve_plugin.replay import run_replay
+
+            result = run_replay(options, step)
+        values = result.to_json()
+        write_json(json_file, values)
+        print_replay(console(), values)
+        if result.problems:
+            print_problems(console(stderr=True), result.problems)
+            raise typer.Exit(FAILED_CHECK)
+
+
+def _before_torch() -> None:
+    # Threads of OpenMP that wait by spinning take cores from the transfer workers, and from whatever else runs on
+    # the machine: with two busy cores a small batch took 80 times longer. The user's own setting wins.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # torchrec's import provokes a warning that tells a user nothing.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)

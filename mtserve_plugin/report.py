@@ -1,0 +1,231 @@
+"""Tables for the terminal, and the JSON files behind `--json`. Takes plain values: imports neither torch nor numpy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mtserve_plugin.errors import ConfigError
+
+_PIPE_WIDTH = 120
+_METRIC_WIDTH, _MODE_WIDTH = 20, 11
+_SHORT = {"recompute": "recompute", "device": "device", "hierarchical": "hierarch."}
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that is 120 columns wide where there is no terminal to ask, e.g. in a pipe."""
+    made = Console(stderr=stderr, highlight=False)
+    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=_PIPE_WIDTH)
+
+
+def check_writable(path: Path | None) -> None:
+    """Refuses a `--json` path that cannot be written, before the work is done.
+
+    Raises:
+        ConfigError: its folder is missing, or it is a folder itself.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"--json {path} is a folder; give the name of a file")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--json {path}: the folder {path.parent} does not exist; create it first")
+
+
+def write_json(path: Path | None, values: Any) -> None:
+    """Writes `values` as indented JSON; nothing without a path."""
+    if path is not None:
+        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def print_facts(out: Console, facts: Iterable[tuple[str, str]]) -> None:
+    """Name and value, one line each, values aligned."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts:
+        table.add_row(name, Text(value))
+    out.print(table)
+
+
+def print_problems(out: Console, problems: Sequence[str]) -> None:
+    for problem in problems:
+        out.print(Text(f"FAILED: {problem}", style="bold red"), soft_wrap=True)
+
+
+# ---- replay --------------------------------------------------------------------------------------
+
+
+def print_replay(out: Console, result: dict[str, Any]) -> None:
+    """A replay's `to_json()`: what was run, the paper's table 1, the controls."""
+    print_facts(out, _replay_facts(result))
+    rows = result["rows"]
+    sizes = list(dict.fromkeys(row["batch_size"] for row in rows))
+    modes = list(dict.fromkeys(row["mode"] for row in rows))
+    fitting = max(1, (out.width - _METRIC_WIDTH) // (_MODE_WIDTH * len(modes)))
+    for begin in range(0, len(sizes), fitting):
+        out.print(_replay_table([row for row in rows if row["batch_size"] in sizes[begin : begin + fitting]]))
+    controls, tolerance = result["controls"], result["max_rel_error_tolerance"]
+    out.print(
+        f"Score differences are max|a-b| / max|b| to recompute; at most {tolerance:.0e} passes. "
+        f"Controls, each above {controls['threshold']:.0e}:\n"
+        f"  history removed {controls['history_removed']:.1e}, "
+        f"delta shifted by one position {controls['positions_shifted']:.1e}",
+        soft_wrap=True,
+    )
+    if any(row["requests"] / row["batches"] < row["batch_size"] - 0.5 for row in rows):
+        out.print("A batch ends early, before a user's second request, so that users occur once in it.")
+    copies = [
+        f"{row['background_ms']:.1f} ms at batch size {row['batch_size']}"
+        for row in rows
+        if row["mode"] == "hierarchical"
+    ]
+    if copies:
+        out.print(
+            "Background copies, finished between batches and not in the latency: mean " + ", ".join(copies),
+            soft_wrap=True,
+        )
+    for row in rows:
+        if row["counters"].get("rows_without_room"):
+            out.print(
+                f"{row['mode']}, batch size {row['batch_size']}: {row['counters']['rows_without_room']} requests "
+                "found no room for their pages and were not stored; raise --pages",
+                soft_wrap=True,
+            )
+
+
+def _replay_facts(result: dict[str, Any]) -> list[tuple[str, str]]:
+    config, machine = result["config"], result["machine"]
+    model = config["model_config"]
+    caches = config["caches"]
+    device = (
+        f"{config['pages']} pages of {config['page_size']} tokens, "
+        f"{_percent(config['pages'] / config['working_set_pages'])} of the {config['working_set_pages']} "
+        f"that {config['users']} users need"
+    )
+    facts = [
+        ("trace", f"{config['trace']}, seed {config['seed']}: {config['requests']} timed requests"),
+        (
+            "histories",
+            f"mean {config['mean_history']:.0f} tokens (longest {config['longest_history']}), "
+            f"mean delta {config['mean_delta']:.1f}, {config['candidates']} candidates",
+        ),
+        ("at cap", config["at_cap_policy"]),
+        (
+            "model",
+            f"{config['model']}: {model['num_layers']} layers, {model['num_heads']} heads of {model['qk_dim']}, "
+            f"{model['dtype']}",
+        ),
+        ("device tier", device),
+    ]
+    if "hierarchical" in caches:
+        host = caches["hierarchical"]
+        facts.append(
+            ("host tier", f"{bytes_text(host['host_bytes'])}, chunks of {host['chunk_size']} tokens (hierarchical)")
+        )
+    facts.append(
+        (
+            "before timing",
+            f"{config['prefill_requests']} requests fill each cache, {config['warmup_requests']} warm each mode up",
+        )
+    )
+    facts.append(
+        (
+            "machine",
+            f"{machine['cpu']}, {machine['cores']} cores, {config['threads']} threads, torch {machine['torch']}",
+        )
+    )
+    return facts
+
+
+def _replay_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table.add_column("")
+    for index, row in enumerate(rows):
+        first = index == 0 or rows[index - 1]["batch_size"] != row["batch_size"]
+        head = f"batch {row['batch_size']}" if first else ""
+        table.add_column(f"{head}\n{_SHORT.get(row['mode'], row['mode'])}", justify="right", no_wrap=True)
+    for name, cell in _REPLAY_CELLS.items():
+        table.add_row(name, *(cell(row) for row in rows))
+    return table
+
+
+def _found(name: str) -> Any:
+    return lambda row: "-" if row["mode"] == "recompute" else _percent(row[name])
+
+
+def _difference(row: dict[str, Any]) -> str:
+    return "-" if row["mode"] == "recompute" else f"{row['max_rel_error']:.1e}"
+
+
+_REPLAY_CELLS: dict[str, Any] = {
+    "requests per batch": lambda row: f"{row['requests'] / row['batches']:.2f}",
+    "latency mean (ms)": lambda row: f"{row['latency_ms']['mean']:.1f}",
+    "latency p50 (ms)": lambda row: f"{row['latency_ms']['p50']:.1f}",
+    "latency p99 (ms)": lambda row: f"{row['latency_ms']['p99']:.1f}",
+    "speed-up": lambda row: f"{row['speedup']:.2f}x",
+    "device hit ratio": _found("device_hit_ratio"),
+    "total hit ratio": _found("total_hit_ratio"),
+    "warm hit ratio": _found("warm_hit_ratio"),
+    "score difference": _difference,
+}
+
+
+# ---- bench, doctor -------------------------------------------------------------------------------
+
+
+def print_measures(out: Console, title: str, rows: Iterable[tuple[str, str, str]]) -> None:
+    """Name, value and explanation."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("measure", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("meaning", style="dim")
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
+
+
+_STATUS_STYLE = {"ok": "green", "warn": "yellow", "error": "bold red"}
+
+
+def print_findings(out: Console, findings: Iterable[dict[str, str]]) -> None:
+    """`diagnose()`'s findings, and the command that mends each."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("part", "status", "version"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("what is known", overflow="fold")
+    fixes = []
+    for finding in findings:
+        table.add_row(
+            finding["name"],
+            Text(finding["status"], style=_STATUS_STYLE.get(finding["status"], "")),
+            Text(finding["version"] or "-"),
+            Text(finding["text"]),
+        )
+        if finding["fix"] and finding["status"] != "ok":
+            fixes.append((finding["name"], finding["fix"]))
+    out.print(table)
+    for name, fix in fixes:
+        # One line each, so that a command can be copied.
+        out.print(Text(f"to mend {name}: {fix}"), soft_wrap=True)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f}%"
+
+
+def bytes_text(count: int) -> str:
+    """A size with a binary unit, e.g. 1.5 GiB."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
