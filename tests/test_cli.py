@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import mtserve_plugin
 from mtserve_plugin.cli import app
 from mtserve_plugin.errors import CacheError, ConfigError
-from mtserve_plugin.replay_options import MODES, ReplayOptions, parse_bytes
+from mtserve_plugin.replay.options import MODES, ReplayOptions, parse_bytes
 
 _HELP_WITHOUT_IMPORTS = """
 import sys
@@ -126,7 +126,7 @@ def test_sizes_that_cannot_be_had_are_explained(words: list[str], message: str) 
 
 
 def test_defects_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    replay = importlib.import_module("mtserve_plugin.replay")
+    replay = importlib.import_module("mtserve_plugin.replay.run")
 
     def fails(error: Exception) -> None:
         def run_replay(*_: object) -> None:

@@ -17,10 +17,10 @@ from mtserve_plugin import HierarchicalKVCache, InputError, NoCache, ops
 from mtserve_plugin import batch as batches_of
 from mtserve_plugin.cli import app
 from mtserve_plugin.models import hstu
-from mtserve_plugin.replay import run_replay
-from mtserve_plugin.replay_checks import Difference
-from mtserve_plugin.replay_options import MODES, ReplayOptions
-from mtserve_plugin.replay_plan import Excerpt, ReplayPlan, grouped, plan_replay
+from mtserve_plugin.replay.checks import Difference
+from mtserve_plugin.replay.options import MODES, ReplayOptions
+from mtserve_plugin.replay.plan import Excerpt, ReplayPlan, grouped, plan_replay
+from mtserve_plugin.replay.run import run_replay
 from mtserve_plugin.workload import Events, Requests, Trace, load_trace
 
 # Seconds: a page budget that is too small for all, histories of up to several chunks.

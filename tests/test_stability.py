@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 from mtserve_plugin import CacheConfig, HierarchicalKVCache, InputError, NoCache, attach, audit, jagged
 from mtserve_plugin.cli import app
-from mtserve_plugin.histories import Histories
 from mtserve_plugin.models import HSTURanker, HSTURankerConfig
-from mtserve_plugin.stability import AuditReport, Encoding, Reuse, compare_scores, kendall_tau, relative
-from mtserve_plugin.stability_adapters import HostAdapter, adapter_for, ranker_features
-from mtserve_plugin.stability_demo import build_demo, sample_histories
+from mtserve_plugin.stability.adapters import HostAdapter, adapter_for, ranker_features
+from mtserve_plugin.stability.demo import build_demo, sample_histories
+from mtserve_plugin.stability.histories import Histories
+from mtserve_plugin.stability.measure import AuditReport, Encoding, Reuse, compare_scores, kendall_tau, relative
 from tests import doubles
 from tests.doubles.common import HammerKernel
 from tests.integrations import dlrm_double, streams

@@ -92,8 +92,8 @@ def audit(
         from mtserve_plugin.stability import audit as run_audit
 
         if module is None:
-            from mtserve_plugin.stability_adapters import ranker_features
-            from mtserve_plugin.stability_demo import build_demo, sample_histories
+            from mtserve_plugin.stability.adapters import ranker_features
+            from mtserve_plugin.stability.demo import build_demo, sample_histories
 
             audited: Any = build_demo(model, encoder, plant, seed)
             sample: Any = ranker_features(sample_histories(rows, length, candidates, seed + 1))

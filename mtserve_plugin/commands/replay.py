@@ -11,7 +11,7 @@ import typer
 
 from mtserve_plugin.commands.outcome import FAILED_CHECK, reported
 from mtserve_plugin.commands.progress import progress_bar
-from mtserve_plugin.replay_options import MODELS, MODES, ReplayOptions, parse_bytes, parse_names, parse_numbers
+from mtserve_plugin.replay.options import MODELS, MODES, ReplayOptions, parse_bytes, parse_names, parse_numbers
 from mtserve_plugin.report import check_writable, console, print_problems, print_replay, write_json
 
 _DEFAULT = ReplayOptions()
@@ -138,7 +138,7 @@ def replay(
         with progress_bar() as step:
             step("importing torch and torchrec", 0, 1)
             _before_torch()
-            from mtserve_plugin.replay import run_replay
+            from mtserve_plugin.replay.run import run_replay
 
             result = run_replay(options, step)
         values = result.to_json()

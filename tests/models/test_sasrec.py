@@ -11,7 +11,7 @@ from mtserve_plugin import CacheError, ConfigError, HierarchicalKVCache, NoCache
 from mtserve_plugin.models import HSTURankerConfig
 from mtserve_plugin.models.sasrec import SASRec, SASRecConfig
 from mtserve_plugin.models.softmax import SoftmaxAttention
-from mtserve_plugin.stability_demo import FromEndSASRec
+from mtserve_plugin.stability.demo import FromEndSASRec
 from tests.models.reference import Events, features_of, relative_error
 
 PAGE, CHUNK = 4, 16

@@ -59,7 +59,7 @@ class Traffic {
   // `options.onload`, `options.offload` and `faults` as given; the rest comes from the seed.
   Traffic(uint64_t seed, const EngineOptions& options, bool faults) : random_(seed * 7919), faults_(faults) {
     const int32_t slot_pages = 1 + pick(2), slots_per_chunk = 1 << pick(3);
-    const int32_t user_pages = 2 + pick(4), everybody = 4 + pick(9);
+    const int32_t user_pages = 2 + pick(4), everybody = 2 + pick(11);
     config_.page_size = 1 + pick(3);
     config_.num_pages = user_pages * (2 + pick(everybody));
     config_.slot_tokens = config_.page_size * slot_pages;
@@ -81,7 +81,7 @@ class Traffic {
     table_ = {memory_.data(), config_.num_pages + region, geometry_.page_bytes()};
     auto runtime = std::make_unique<SimRuntime>(seed);
     sim_ = runtime.get();
-    auto tier = std::make_unique<SlowTier>(geometry_, int64_t{config_.num_chunks} * (config_.chunk_tokens / config_.slot_tokens), *sim_, pick(3) * 40);
+    auto tier = std::make_unique<SlowTier>(geometry_, int64_t{config_.num_chunks} * (config_.chunk_tokens / config_.slot_tokens), *sim_, pick(4) * 40);
     engine_ = std::make_unique<Engine>(config_, geometry_, table_, std::move(tier), std::move(runtime), options);
     closes_early_ = pick(8) == 0;
   }
@@ -249,7 +249,9 @@ class Traffic {
     const size_t n = 1 + pick(4) * pick(2);
     s->hashes.reserve(n);
     for (size_t i = 0; i < n; ++i) {
-      const size_t id = pick(static_cast<int32_t>(users_.size()));
+      // Some users come more often than others.
+      const int32_t everybody = static_cast<int32_t>(users_.size());
+      const size_t id = std::min(pick(everybody), pick(everybody));
       User& user = users_[id];
       visit(id);
       std::vector<uint64_t> history = user.history;

@@ -7,7 +7,7 @@ from torchrec import KeyedJaggedTensor
 from mtserve_plugin.cache import NoCache
 from mtserve_plugin.models.features import build_features as to_features
 from mtserve_plugin.models.hstu import HSTURanker, HSTURankerConfig
-from mtserve_plugin.replay_options import ModelShape
+from mtserve_plugin.replay.options import ModelShape
 from mtserve_plugin.workload import Features, Trace
 
 # Item ids are folded into so many rows: a catalogue of millions would measure the memory of the table.

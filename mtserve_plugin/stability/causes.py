@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mtserve_plugin.stability import AuditReport
+    from mtserve_plugin.stability.measure import AuditReport
 
 
 @dataclass(frozen=True)

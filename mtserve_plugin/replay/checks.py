@@ -9,8 +9,8 @@ import torch
 
 from mtserve_plugin.cache import HierarchicalKVCache, NoCache
 from mtserve_plugin.models.hstu import HSTURanker
-from mtserve_plugin.replay_model import to_kjt
-from mtserve_plugin.replay_plan import ReplayPlan
+from mtserve_plugin.replay.model import to_kjt
+from mtserve_plugin.replay.plan import ReplayPlan
 from mtserve_plugin.workload import CandidateSampler, Features, Requests, build_features
 
 TOLERANCE = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1e-2}

@@ -11,9 +11,9 @@ from mtserve_plugin import dependencies, jagged
 from mtserve_plugin.batch import CacheBatch, entered_batch
 from mtserve_plugin.cache import NoCache
 from mtserve_plugin.errors import ConfigError
-from mtserve_plugin.histories import Histories
 from mtserve_plugin.models.layer import HSTULayer
 from mtserve_plugin.positions import AppendStableEncoder
+from mtserve_plugin.stability.histories import Histories
 
 dependencies.require_torchrec()
 

@@ -14,7 +14,7 @@ Three modes serve the same requests: "recompute" (`NoCache`), "device" (`Hierarc
   these copies compete with its computation.
 
 And honest: scores of every batch are compared with recompute's, and two planted errors must show in that comparison
-(`replay_checks`).
+(`checks`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from mtserve_plugin.config import CacheConfig
 from mtserve_plugin.errors import ConfigError
 from mtserve_plugin.machine import describe_machine
 from mtserve_plugin.models.hstu import HSTURanker
-from mtserve_plugin.replay_checks import TOLERANCE, Controls, Difference, control_threshold, run_controls
-from mtserve_plugin.replay_model import build_model, to_kjt
-from mtserve_plugin.replay_options import ReplayOptions
-from mtserve_plugin.replay_plan import ReplayPlan, grouped, plan_replay
+from mtserve_plugin.replay.checks import TOLERANCE, Controls, Difference, control_threshold, run_controls
+from mtserve_plugin.replay.model import build_model, to_kjt
+from mtserve_plugin.replay.options import ReplayOptions
+from mtserve_plugin.replay.plan import ReplayPlan, grouped, plan_replay
 from mtserve_plugin.report import bytes_text
 from mtserve_plugin.workload import CandidateSampler, build_features, load_trace
 

@@ -14,14 +14,14 @@ from mtserve_plugin import report as terminal
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mtserve_plugin.stability import AuditReport
+    from mtserve_plugin.stability.measure import AuditReport
 
 _MOST_LAYERS = 8
 
 
 def print_audit(report: AuditReport, console: Console | None = None) -> None:
     """Drift per layer, drift per change, scores, verdict, causes."""
-    from mtserve_plugin.stability import PROBES
+    from mtserve_plugin.stability.measure import PROBES
 
     out = console or terminal.console()
     out.print(

@@ -13,8 +13,8 @@ from torch import nn
 
 from mtserve_plugin import jagged
 from mtserve_plugin.errors import InputError
-from mtserve_plugin.histories import Histories
-from mtserve_plugin.stability_causes import Cause, find_causes
+from mtserve_plugin.stability.causes import Cause, find_causes
+from mtserve_plugin.stability.histories import Histories
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -147,7 +147,7 @@ class AuditReport:
 
     def print(self, console: Console | None = None) -> None:
         """Tables and causes, to the terminal unless told otherwise."""
-        from mtserve_plugin.stability_print import print_audit
+        from mtserve_plugin.stability.print import print_audit
 
         print_audit(self, console)
 
@@ -204,7 +204,7 @@ def audit(
         adapter: KVAdapter = model
         histories = sample
     else:
-        from mtserve_plugin.stability_adapters import adapter_for
+        from mtserve_plugin.stability.adapters import adapter_for
 
         adapter, histories = adapter_for(model, sample)
     if not isinstance(histories, Histories):

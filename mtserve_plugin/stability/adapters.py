@@ -15,8 +15,8 @@ from mtserve_plugin import jagged
 from mtserve_plugin.batch import CacheBatch
 from mtserve_plugin.cache import HierarchicalKVCache, KVCache, NoCache
 from mtserve_plugin.errors import CacheError, InputError
-from mtserve_plugin.histories import Histories
-from mtserve_plugin.stability import Encoding, KVAdapter, Reuse
+from mtserve_plugin.stability.histories import Histories
+from mtserve_plugin.stability.measure import Encoding, KVAdapter, Reuse
 
 _HOST = "generative_recommenders"
 

@@ -1,0 +1,1 @@
+"""Replays a request trace through a model, with and without the cache; `run` is the place to start reading."""
