@@ -410,6 +410,40 @@ void shutdown() {
     }
 }
 
+void closing_under_traffic() {
+  for (const EngineOptions& options : kStrategies)
+    for (int round = 0; round < (quick ? 3 : 20); ++round) {
+      Server server(36, 14, options);
+      server.engine->runtime().faults.delay_us = 20;
+      std::atomic<int> refused{0};
+      std::vector<std::thread> threads;
+      for (int thread = 0; thread < 3; ++thread)
+        threads.emplace_back([&, thread] {
+          std::mt19937 random(thread + 31 * round);
+          try {
+            for (;;) {
+              CHECK(server.serve(random() % 6, 0, 10 + random() % 40) != Server::Outcome::load_failed);
+              if (random() % 5 == 0) server.push_out(1 + static_cast<int32_t>(random() % 36));
+              if (random() % 9 == 0) {
+                const int64_t user = random() % 6;
+                server.engine->prefetch(std::span(&user, 1), 1);
+              }
+              think();
+            }
+          } catch (const std::runtime_error&) {
+            ++refused;
+          }
+        });
+      std::this_thread::sleep_for(std::chrono::milliseconds(1 + 3 * round));
+      server.engine->close();
+      for (std::thread& thread : threads) thread.join();
+      CHECK_EQ(refused.load(), 3);
+      const Gauges g = server.engine->index().gauges();
+      CHECK_EQ(g.open_batches + g.transfers_in_flight, int64_t{0});
+      server.check();
+    }
+}
+
 void destruction_under_copies() {
   for (const EngineOptions& options : kStrategies) {
     Server server(60, 14, options);
@@ -437,5 +471,6 @@ int main(int argc, char** argv) {
                     {"many threads", many_threads},
                     {"faults under threads", faults_under_threads},
                     {"shutdown", shutdown},
+                    {"closing under traffic", closing_under_traffic},
                     {"destruction under copies", destruction_under_copies}});
 }
