@@ -15,6 +15,7 @@ from tests.index.model import Entry, Model, OpenBatch, OpenRow, Row
 from tests.index.storage import POISON, TaggedStorage
 
 USERS = [0, 1, 2, -3, 2**63 - 1]
+NOBODY = 10**9  # asks for room and gives it back
 EDITED = USERS[2:]  # histories of the others only grow or lose their end, as hashless requests promise
 MAX_TOKENS = 40
 
@@ -84,7 +85,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.planned = {}  # OpenBatch -> native batch
         self.appended = set()
         self.histories = {user: [] for user in USERS}
-        self.contexts = dict.fromkeys(USERS, 7)
+        self.contexts = dict.fromkeys([*USERS, NOBODY], 7)
         self.key_of = {}  # tag -> (user, version)
         self.next_token = 1
         self.versions = [1, 2]
@@ -164,6 +165,14 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(users=st.lists(st.sampled_from(USERS), min_size=1, max_size=3), n=st.integers(1, 13))
     def grow(self, users, n):
         self.visit([(user, "grow", n) for user in users], True, 0)
+
+    @precondition(lambda self: not self.roomy)
+    @rule(share=st.floats(0, 1))
+    def squeeze(self, share):
+        """Somebody takes a share of all pages and gives it back: what lay there is only on the host, or lost."""
+        tokens = int(share * self.config.num_pages) * self.config.page_size
+        self.play_begin([NOBODY], [[(NOBODY, t) for t in range(tokens)]], self.versions[0], 0, False)
+        self.abort(len(self.model.open) - 1, 0)
 
     def play_begin(self, users, histories, version, context, hashed):
         made = [self.make_row(u, h, version, context) for u, h in zip(users, histories, strict=True)]

@@ -29,15 +29,17 @@ def build(machine, rng):
 
 
 WEIGHTS = {  # of each operation, in a busy stream and in a calm one
-    "begin": (30, 30),
+    "begin": (30, 6),
+    "visit": (4, 30),
     "append": (5, 3),
-    "commit": (24, 60),
+    "commit": (24, 12),
     "abort": (4, 2),
     "gather": (8, 8),
     "carry": (6, 6),
     "finish": (18, 40),
-    "drain": (1, 6),
+    "drain": (1, 10),
     "prefetch": (4, 4),
+    "squeeze": (3, 6),
     "flush": (2, 2),
     "evict": (1, 0.3),
     "clear": (0.2, 0),
@@ -49,7 +51,8 @@ class Habits:
     """What kind of users and server a stream has."""
 
     def __init__(self, rng):
-        self.failures = rng.choice([0, 0, 0.05, 0.3])
+        self.failures = rng.choice([0, 0.05, 0.3])
+        self.patience = rng.choice([0.9, 0.5])  # how often a batch waits for its onloads before it commits
         self.moves = rng.choice([FAITHFUL, FAITHFUL, FICKLE])
         calm = rng.choice([0, 1])
         self.weights = [pair[calm] for pair in WEIGHTS.values()]
@@ -64,7 +67,7 @@ def step(machine, rng, habits):
     which = rng.randrange(64)
     ok = rng.random() >= habits.failures
     kind = rng.choices(list(WEIGHTS), habits.weights)[0]
-    if kind == "begin":
+    if kind in ("begin", "visit"):
         moves = [
             (rng.choice(USERS), rng.choices(MOVES, habits.moves)[0], rng.randint(0, 13))
             for _ in range(rng.randint(1, habits.rows))
@@ -72,8 +75,13 @@ def step(machine, rng, habits):
         version = int(rng.random() < habits.other_version)
         context = 3 if rng.random() < habits.context else 0
         machine.begin(moves, version, context, rng.random() < 0.3, rng.randint(0, 9))
+        if kind == "visit":
+            machine.commit(len(machine.model.open) - 1, rng.random() < habits.patience)
     elif kind == "prefetch":
         machine.prefetch(rng.sample(USERS, 2), int(rng.random() < 0.15))
+    elif kind == "squeeze":
+        if not machine.roomy:
+            machine.squeeze(rng.random())
     elif kind == "flush":
         machine.flush(rng.random() < 0.3)
     elif kind == "evict":
@@ -85,7 +93,7 @@ def step(machine, rng, habits):
     elif machine.model.open and kind == "append":
         machine.append_early(which)
     elif machine.model.open and kind == "commit":
-        machine.commit(which, rng.random() < 0.9)
+        machine.commit(which, rng.random() < habits.patience)
     elif machine.model.open and kind == "abort":
         machine.abort(which, rng.random())
     elif kind == "gather":
