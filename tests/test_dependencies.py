@@ -178,7 +178,10 @@ def fresh(site, monkeypatch):
     return site
 
 
-def test_require_explains_a_wrong_variant_before_importing_it(fresh):
+def test_require_explains_a_wrong_variant_before_importing_it(fresh, monkeypatch):
+    fresh.torch(*CPU)
+    beside_a_cpu_torch = dependencies._torch_facts(fresh.path)
+    monkeypatch.setattr(dependencies, "_torch_facts", lambda path: beside_a_cpu_torch)
     fresh.fbgemm("1.8.0", "cuda", "fbgemm-gpu")
     fresh.torchrec("1.9.2")
     for require, name in (
