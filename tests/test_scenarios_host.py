@@ -304,6 +304,85 @@ def test_b6_an_append_is_newer_than_the_onload(make):
         check_cached(cache, batch, requests)
 
 
+# ---- B6, A1, D2: while the only copy is between the tiers ---------------------------------------------------------
+
+
+def in_transit(tokens, hashes=()):
+    """A user whose pages were gathered by an offload and evicted before the host has them."""
+    idx = index(num_pages=12, chunks=10)
+    batch = idx.begin([1], [tokens], token_hashes=list(hashes))
+    (task,) = idx.commit(batch)
+    idx.offload_gathered(task)
+    idx.abort(idx.begin([99], [12 * PAGE]))
+    assert idx.lengths(1) == (0, 0, 0)
+    assert idx.stats()["lost_tokens"] == 0
+    return idx, task
+
+
+def test_b6_what_is_in_transit_is_found_when_it_arrives():
+    idx, task = in_transit(16)
+    batch = idx.begin([1], [20])
+    assert batch.rows[0][0] == 0
+    idx.abort(batch)
+    idx.offload_done(task)
+    assert idx.lengths(1) == (16, 0, 16)
+
+
+def test_b6_what_is_in_transit_and_fails_is_lost_and_counted():
+    idx, task = in_transit(16)
+    idx.offload_done(task, False)
+    assert idx.lengths(1) == (-1, -1, -1)
+    assert idx.stats()["lost_tokens"] == 16
+    assert used_slots(idx) == 0
+
+
+@pytest.mark.parametrize("shorter", [0, 1, PAGE, 10, 15])
+@pytest.mark.parametrize("ends", ["commit", "abort"])
+def test_a1_shorter_history_while_the_rest_is_in_transit(shorter, ends):
+    idx, task = in_transit(16)
+    batch = idx.begin([1], [shorter])
+    idx.commit(batch) if ends == "commit" else idx.abort(batch)
+    idx.offload_done(task)
+    # The end that was cut must not come back with the offload.
+    assert max(idx.lengths(1)[0], 0) == shorter
+    assert idx.stats()["lost_tokens"] == 0
+    assert idx.check() == ""
+
+
+@pytest.mark.parametrize("at", [0, 3, PAGE, 9, 15])
+def test_d2_an_edit_while_the_old_content_is_in_transit(at):
+    old = list(range(100, 116))
+    idx, task = in_transit(16, old)
+    new = [*old[:at], 7, *old[at + 1 :]]
+    idx.commit(idx.begin([1], [16], token_hashes=new))
+    idx.offload_done(task)
+    assert idx.check() == ""
+    for content in (old, new):
+        batch = idx.begin([1], [16], token_hashes=content)
+        assert batch.rows[0][0] <= at
+        idx.abort(batch)
+
+
+def test_b6_an_onload_never_reads_a_block_that_is_being_replaced():
+    idx = index(num_pages=12, chunks=3)
+    store(idx, 1, 5)
+    carry_out(idx, idx.plan_flush())
+    store(idx, 1, 13)
+    (rewrite,) = idx.plan_flush()
+    assert rewrite.first == 0
+    idx.offload_gathered(rewrite)
+    idx.abort(idx.begin([99], [12 * PAGE]))
+    assert idx.lengths(1) == (5, 0, 5)
+    batch = idx.begin([1], [13])
+    idx.prefetch([1])
+    reading = {slot for task in batch.onloads for slot, _ in task.blocks}
+    idx.offload_done(rewrite)
+    # Whoever writes next must not get a block that is still being read.
+    written = {slot for user in (2, 3) for task in store(idx, user, 16) for slot, _ in task.blocks}
+    assert not reading & written
+    assert idx.check() == ""
+
+
 # ---- B8: completions out of order ---------------------------------------------------------------------------------
 
 
