@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -41,8 +42,12 @@ class TransferBench:
             of memcpy's.
         offload_share: bandwidth from `commit` to the end of the copies (direct), as a share of memcpy's.
         offload_launch_us: what a commit that launches an offload costs more than one that does not.
+        offload_launch_cpu_us: the same in processor time of the calling thread. Where it is far less, the copies or
+            somebody else took the caller's core: the machine was not idle.
         makespan: per ratio of compute to copying, the time of a batch over max(bytes / bandwidth, compute). The
             bandwidth is the better one of memcpy's and the onload's own.
+        overlap_control: memcpy and compute of equal length on two threads, without the cache, over either alone: 1
+            where two cores are idle, 2 where the threads share one, and then `makespan` says nothing.
         floor: per ratio, the least that `makespan` can be: no layer computes before it is copied, so that the first
             layer's copy and the last layer's compute overlap nothing.
         bytes_moved: of one onload.
@@ -55,7 +60,9 @@ class TransferBench:
     onload_share: dict[str, float]
     offload_share: float
     offload_launch_us: float
+    offload_launch_cpu_us: float
     makespan: dict[float, float]
+    overlap_control: float
     floor: dict[float, float]
     bytes_moved: int
     layers: int
@@ -81,8 +88,10 @@ class TransferBench:
             "onload_share_staged": self.onload_share["staged"],
             "offload_share": self.offload_share,
             "offload_launch_us": self.offload_launch_us,
+            "offload_launch_cpu_us": self.offload_launch_cpu_us,
             "makespan_over_bound": self.worst_makespan,
             "makespan_over_bound_by_ratio": {str(ratio): value for ratio, value in self.makespan.items()},
+            "overlap_control": self.overlap_control,
             "makespan_floor_by_ratio": {str(ratio): value for ratio, value in self.floor.items()},
             "bytes": self.bytes_moved,
             "page_bytes": 2 * _PAGE * _HEADS * _DIM * 2,
@@ -106,6 +115,12 @@ class TransferBench:
             ),
             ("offload, direct", f"{self.offload_share:.2f}", "of memcpy's bandwidth"),
             ("offload launch", f"{self.offload_launch_us:.1f} us", "on commit; target 30 us"),
+            ("offload launch", f"{self.offload_launch_cpu_us:.1f} us", "the same in the caller's processor time"),
+            (
+                "overlap control",
+                f"{self.overlap_control:.3f}",
+                "memcpy beside compute, no cache; 1: two idle cores, 2: one",
+            ),
         ]
         for ratio, value in self.makespan.items():
             text = (
@@ -159,7 +174,7 @@ def bench_transfer(
                 step(f"round {done + 1}", 2 + done, total)
                 seen.append(_round(places, memcpy))
             step("launching offloads", 2 + rounds, total)
-            launch_us = _offload_launch_us(places["direct"], 8 * rounds)
+            launch_us, launch_cpu_us = _offload_launch_us(places["direct"], 8 * rounds)
     finally:
         torch.set_num_threads(threads)
 
@@ -171,7 +186,9 @@ def bench_transfer(
         onload_share={strategy: median("onload_share", strategy) for strategy in places},
         offload_share=median("offload_share"),
         offload_launch_us=launch_us,
+        offload_launch_cpu_us=launch_cpu_us,
         makespan={ratio: median("makespan", ratio) for ratio in RATIOS},
+        overlap_control=median("overlap_control"),
         floor={ratio: 1 + min(1.0, ratio) / max(1.0, ratio) / layers for ratio in RATIOS},
         bytes_moved=places["direct"].bytes,
         layers=layers,
@@ -198,6 +215,7 @@ def _round(places: dict[str, _Place], memcpy: _Memcpy) -> dict[str, Any]:
         "onload_share": {strategy: copied / seconds for strategy, seconds in onloads.items()},
         "offload_share": copied / direct.offload(),
         "makespan": makespan,
+        "overlap_control": _overlap_control(memcpy, direct.layers),
     }
 
 
@@ -348,8 +366,24 @@ class _Compute:
         return time.perf_counter() - began
 
 
-def _offload_launch_us(place: _Place, samples: int) -> float:
-    """Median microseconds that a commit costs more when its token completes a chunk and launches an offload."""
+def _overlap_control(memcpy: _Memcpy, layers: int) -> float:
+    """What two threads take at once, over what either takes alone."""
+    alone = memcpy.seconds()
+    work = _Compute(alone / layers)
+    alone = max(alone, work.seconds(layers))
+    other = threading.Thread(target=memcpy.seconds)
+    began = time.perf_counter()
+    other.start()
+    work.seconds(layers)
+    other.join()
+    return (time.perf_counter() - began) / alone
+
+
+def _offload_launch_us(place: _Place, samples: int) -> tuple[float, float]:
+    """Median microseconds that a commit costs more when its token completes a chunk and launches an offload.
+
+    Both as time that passed and as processor time of the calling thread.
+    """
     cache, user = place.cache, torch.tensor([1 << 41])
     # Room for it: the others keep nothing on the device.
     place._leave_the_device()
@@ -363,18 +397,23 @@ def _offload_launch_us(place: _Place, samples: int) -> float:
         quiet.append(_commit_seconds(cache, user, _CHUNK + 1))
         if cache.stats()["offloads"] != before + 1:
             raise CacheError("no offload was launched; this measures nothing")
-    return (statistics.median(launching) - statistics.median(quiet)) * 1e6
+    passed, used = (
+        statistics.median(a) - statistics.median(b)
+        for a, b in zip(zip(*launching, strict=True), zip(*quiet, strict=True), strict=True)
+    )
+    return passed * 1e6, used * 1e6
 
 
-def _commit_seconds(cache: HierarchicalKVCache, user: torch.Tensor, length: int) -> float:
+def _commit_seconds(cache: HierarchicalKVCache, user: torch.Tensor, length: int) -> tuple[float, float]:
     batch = cache.begin(user, torch.tensor([length]), num_candidates=0)
     new = torch.zeros(batch.num_rows, _HEADS, _DIM, dtype=torch.bfloat16)
     for layer in range(cache.config.num_layers):
         batch.wait(layer)
         batch.append(layer, new, new)
-    began = time.perf_counter()
+    began, began_cpu = time.perf_counter(), time.thread_time()
     cache.commit(batch)
-    return time.perf_counter() - began
+    used = time.thread_time() - began_cpu
+    return time.perf_counter() - began, used
 
 
 @contextmanager

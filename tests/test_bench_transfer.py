@@ -30,6 +30,8 @@ def test_transfer(tmp_path: Path) -> None:
     assert measures["makespan_floor_by_ratio"] == {"0.5": 1.25, "1.0": 1.5, "2.0": 1.25}
     assert by_ratio.keys() == measures["makespan_floor_by_ratio"].keys()
     assert measures["ok"]
+    assert 0.5 < measures["overlap_control"] < 20
+    assert measures["offload_launch_cpu_us"] > 0
     assert "onload, staged" in result.output
     assert torch.get_num_threads() == threads
 

@@ -304,6 +304,24 @@ def test_b6_an_append_is_newer_than_the_onload(make):
         check_cached(cache, batch, requests)
 
 
+@pytest.mark.parametrize("strategy", ["direct", "staged"])
+@pytest.mark.parametrize("persisted", [n for n in BOUNDARIES if n % PAGE])
+def test_b6_an_onload_leaves_the_rest_of_its_last_page_alone(make, persisted, strategy):
+    cache = make(num_pages=60, onload_pages=20, chunks=10, onload_strategy=strategy)
+    visit(cache, (1, persisted))
+    cache.flush()
+    push_out(cache)
+    cache.table.fill_(float("nan"))
+    batch = begin(cache, [Request(1, history_of(1, persisted + 9), 1)])
+    for layer in range(cache.config.num_layers):
+        last = cache.table[layer, batch.wait(layer).indices[-1]]
+        split = PAGE * cache.config.k_row
+        for rows in (last[:split].view(PAGE, -1), last[split:].view(PAGE, -1)):
+            assert not rows[: persisted % PAGE].isnan().any()
+            assert rows[persisted % PAGE :].isnan().all()
+    cache.abort(batch)
+
+
 # ---- B6, A1, D2: while the only copy is between the tiers ---------------------------------------------------------
 
 

@@ -16,7 +16,8 @@
 struct TierProbe {
   // The n-th call from now throws; 0 means none.
   std::atomic<int> fail_reserve{0}, fail_write{0}, fail_read{0};
-  std::atomic<int64_t> blocks{0}, writes{0}, reads{0}, drops{0};
+  std::atomic<int64_t> blocks{0}, drops{0};
+  std::atomic<int64_t> rows_written{0}, rows_read{0};  // token rows of one layer
 };
 
 class StrictTier : public mtserve::Tier {
@@ -52,8 +53,8 @@ class StrictTier : public mtserve::Tier {
       mtserve::copy_rows(geometry_, use.page(layer, r.page_in_block), r.page, r.first, r.end);
       std::lock_guard lock(mutex_);
       for (int32_t row = r.first; row < r.end; ++row) use.kept->written.insert({layer, r.page_in_block, row});
+      probe_.rows_written += r.end - r.first;
     }
-    ++probe_.writes;
   }
 
   void read(mtserve::Block block, int32_t layer, std::span<const mtserve::PageRows> rows) override {
@@ -65,8 +66,8 @@ class StrictTier : public mtserve::Tier {
         for (int32_t row = r.first; row < r.end; ++row) CHECK(use.kept->written.count({layer, r.page_in_block, row}) == 1);
       }
       mtserve::copy_rows(geometry_, r.page, use.page(layer, r.page_in_block), r.first, r.end);
+      probe_.rows_read += r.end - r.first;
     }
-    ++probe_.reads;
   }
 
   void drop(mtserve::Block block) override {

@@ -267,6 +267,37 @@ void failing_write_into_a_tail() {
   }
 }
 
+// In a boundary page only the rows that are committed move, in either direction: the others may be being appended.
+void only_committed_rows_move() {
+  for (const EngineOptions& options : kStrategies) {
+    Server server(40, 14, options);
+    int64_t written = 0;
+    for (const int32_t tokens : {5, 7, 8, 18, 19}) {
+      const int32_t before = std::max(server.lengths(1).host, 0);
+      server.serve(1, 0, tokens);
+      server.engine->flush();
+      // The tail's block of 8 tokens is outgrown on the way to 18, and is then written again from the start.
+      written += (tokens - (tokens == 18 ? 0 : before)) * kLayers;
+      CHECK_EQ(server.probe.rows_written.load(), written);
+    }
+    server.push_out();
+    std::fill(server.memory.begin(), server.memory.end(), std::byte{0xAB});
+    const RowRequest request{1, 19, 0, nullptr};
+    Engine::OpenBatch open;
+    server.engine->begin(std::span(&request, 1), 0, 1, open);
+    CHECK_EQ(open.batch.rows[0].cached, 19);
+    for (int32_t layer = 0; layer < kLayers; ++layer) {
+      CHECK(server.engine->wait(open, layer));
+      for (const bool is_v : {false, true})
+        for (int64_t i = 0; i < (is_v ? kRowV : kRowK); ++i)
+          CHECK(server.row(layer, open.batch.pages[4], 3, is_v)[i] == std::byte{0xAB});
+    }
+    CHECK_EQ(server.probe.rows_read.load(), int64_t{19} * kLayers);
+    server.engine->abort(open);
+    server.everything_is_free();
+  }
+}
+
 void two_offloads_one_fails() {
   Server server(60, 14);
   server.probe.fail_write = 4;  // user 1 has 3 writes
@@ -467,6 +498,7 @@ int main(int argc, char** argv) {
                     {"failing read under a batch that does not wait", failing_read_under_a_batch_that_does_not_wait},
                     {"failing writes", failing_writes},
                     {"failing write into a tail", failing_write_into_a_tail},
+                    {"only committed rows move", only_committed_rows_move},
                     {"two offloads, one fails", two_offloads_one_fails},
                     {"many threads", many_threads},
                     {"faults under threads", faults_under_threads},
