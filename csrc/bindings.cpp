@@ -11,6 +11,7 @@
 
 #include "engine/engine.h"
 #include "engine/layout.h"
+#include "index/simulate.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -49,10 +50,10 @@ struct NativeBatch {
   Engine::OpenBatch open;
   std::vector<int64_t> candidates;
 
-  bool wait(int32_t layer) {
+  bool wait(int32_t layer, bool in_pages) {
     if (open.loads.empty()) return true;
     nb::gil_scoped_release release;
-    return engine->wait(open, layer);
+    return engine->wait(open, layer, in_pages);
   }
 };
 
@@ -70,6 +71,7 @@ nb::dict to_dict(const Counters& c, const Gauges& g) {
   MTSERVE_PUT(c, host_hit_tokens);
   MTSERVE_PUT(c, stored_tokens);
   MTSERVE_PUT(c, rows_without_room);
+  MTSERVE_PUT(c, rows_from_region);
   MTSERVE_PUT(c, rows_busy);
   MTSERVE_PUT(c, unpublished_rows);
   MTSERVE_PUT(c, edited_rows);
@@ -92,6 +94,8 @@ nb::dict to_dict(const Counters& c, const Gauges& g) {
   MTSERVE_PUT(g, pages_free);
   MTSERVE_PUT(g, pages_clean);
   MTSERVE_PUT(g, pages_dirty);
+  MTSERVE_PUT(g, region_pages_total);
+  MTSERVE_PUT(g, region_pages_free);
   MTSERVE_PUT(g, slots_total);
   MTSERVE_PUT(g, slots_free);
   MTSERVE_PUT(g, slots_largest_free);
@@ -123,7 +127,7 @@ NB_MODULE(_core, m) {
       .def_rw("max_open_batches", &IndexConfig::max_open_batches);
 
   nb::class_<NativeBatch>(m, "NativeBatch")
-      .def("wait", &NativeBatch::wait, "layer"_a)
+      .def("wait", &NativeBatch::wait, "layer"_a, "in_pages"_a = false)
       .def("stores", [](const NativeBatch& b) { return b.open.batch.stores(); })
       .def("is_uncached", [](const NativeBatch& b) { return b.open.batch.uncached; })
       .def("write_slots",
@@ -139,9 +143,9 @@ NB_MODULE(_core, m) {
       .def_static(
           "create",
           [](const IndexConfig& config, int32_t num_layers, int64_t k_row_bytes, int64_t v_row_bytes, uintptr_t table, int64_t table_pages,
-             bool staged_onload, bool staged_offload, int32_t busy_wait_ms) {
+             bool staged_onload, bool staged_offload, int32_t busy_wait_ms, bool read_region) {
             const Geometry geometry{num_layers, config.page_size, config.slot_tokens, k_row_bytes, v_row_bytes};
-            const EngineOptions options{staged_onload ? Strategy::staged : Strategy::direct, staged_offload ? Strategy::staged : Strategy::direct, busy_wait_ms};
+            const EngineOptions options{staged_onload ? Strategy::staged : Strategy::direct, staged_offload ? Strategy::staged : Strategy::direct, busy_wait_ms, read_region};
             const DeviceTable pages{at<std::byte>(table), table_pages, geometry.page_bytes()};
             // A forked child neither joins nor frees what belongs to its parent.
             const auto release = [](Engine* engine) {
@@ -150,7 +154,7 @@ NB_MODULE(_core, m) {
             return std::shared_ptr<Engine>(new Engine(config, geometry, pages, nullptr, nullptr, options), release);
           },
           "config"_a, "num_layers"_a, "k_row_bytes"_a, "v_row_bytes"_a, "table"_a, "table_pages"_a, "staged_onload"_a = false,
-          "staged_offload"_a = false, "busy_wait_ms"_a = 0)
+          "staged_offload"_a = false, "busy_wait_ms"_a = 0, "read_region"_a = false)
       .def("inject_faults",
            [](Engine& self, int64_t onload_copy, int64_t offload_copy, int64_t delay_us) {
              Faults& faults = self.runtime().faults;
@@ -286,6 +290,23 @@ NB_MODULE(_core, m) {
       .def("user_bytes", &Index::user_bytes)
       .def("check", &Index::check)
       .def("stats", [](Index& self) { return to_dict(self.counters(), self.gauges()); });
+
+  // Columns cross as addresses: int64 users and lengths, bool invalidated.
+  nb::class_<Simulation>(m, "Simulation")
+      .def(nb::init<const IndexConfig&, int32_t, int32_t>(), "config"_a, "batch_size"_a, "offload_delay"_a = 0)
+      .def("run",
+           [](Simulation& self, uintptr_t users, uintptr_t lengths, uintptr_t invalidated, int64_t count) {
+             self.run(at<const int64_t>(users), at<const int64_t>(lengths), at<const bool>(invalidated), count);
+           },
+           nb::call_guard<nb::gil_scoped_release>())
+      .def("finish", &Simulation::finish, nb::call_guard<nb::gil_scoped_release>())
+      .def("check", [](const Simulation& self) { return self.index().check(); })
+      .def("stats", [](const Simulation& self) {
+        nb::dict out = to_dict(self.index().counters(), self.index().gauges());
+        out["committed_before_tokens"] = self.totals().committed_before_tokens;
+        out["index_ns"] = self.totals().index_ns;
+        return out;
+      });
 }
 
 }  // namespace mtserve

@@ -11,6 +11,7 @@ import torch
 
 from mtserve_plugin import ops
 from mtserve_plugin.errors import CacheError, InputError, OnloadError
+from mtserve_plugin.steps import APPEND, ATTEND, STRIP, WAIT, step
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -57,7 +58,7 @@ class BatchLayout(NamedTuple):
 class _Native(Protocol):
     """What a batch needs from the cache's native side; `NoCache` has none of it."""
 
-    def wait(self, layer: int) -> bool: ...
+    def wait(self, layer: int, in_pages: bool) -> bool: ...
     def stores(self) -> bool: ...
     def write_slots(self, address: int, page_size: int) -> None: ...
     def write_table(self, address: int, page_size: int, include_delta: bool) -> None: ...
@@ -139,6 +140,7 @@ class CacheBatch:
 
     # ---- step 2 -----------------------------------------------------------------------------------------------
 
+    @step.of(STRIP)
     def strip(
         self, features: KeyedJaggedTensor, keys: Sequence[str]
     ) -> tuple[KeyedJaggedTensor, dict[str, torch.Tensor]]:
@@ -162,6 +164,7 @@ class CacheBatch:
 
     # ---- steps 5 to 7 -----------------------------------------------------------------------------------------
 
+    @step.of(WAIT)
     def wait(self, layer: int, *, include_delta: bool = False) -> PageTable:
         """Waits until this layer's cached keys and values are on the device; the only way to a page table.
 
@@ -174,7 +177,7 @@ class CacheBatch:
             InputError: `include_delta` although a row has no room for its delta.
         """
         self._check_layer(layer)
-        if self._native is not None and not self._native.wait(layer):
+        if self._native is not None and not self._native.wait(layer, include_delta):
             raise OnloadError(f"the cached keys and values of layer {layer} did not arrive; run this batch uncached")
         return self._table_with_delta if include_delta else self._table_of_cached
 
@@ -213,22 +216,23 @@ class CacheBatch:
         k_heads = self._heads("k", k, config.qk_dim)
         v_heads = self._heads("v", v, config.v_dim)
         table = self.wait(layer)
-        out = ops.paged_hstu_attention(
-            q_heads,
-            k_heads,
-            v_heads,
-            self.table,
-            layer,
-            self.offsets,
-            self.layout.candidates,
-            self.layout.paged,
-            table.indices,
-            table.indptr,
-            config.page_size,
-            config.scale,
-            float(config.attn_norm_len),
-            config.max_attn_len,
-        )
+        with step(ATTEND):
+            out = ops.paged_hstu_attention(
+                q_heads,
+                k_heads,
+                v_heads,
+                self.table,
+                layer,
+                self.offsets,
+                self.layout.candidates,
+                self.layout.paged,
+                table.indices,
+                table.indptr,
+                config.page_size,
+                config.scale,
+                float(config.attn_norm_len),
+                config.max_attn_len,
+            )
         self._append(layer, k_heads, v_heads)
         return out if v.dim() == 3 else out.flatten(1)
 
@@ -297,6 +301,7 @@ class CacheBatch:
         rows = self.batch_size
         return PageTable(packed[2 * rows + 1 :], packed[: rows + 1], packed[rows + 1 : 2 * rows + 1])
 
+    @step.of(APPEND)
     def _append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         if self._appended >> layer & 1:
             raise InputError(f"layer={layer} was appended before; append each layer once per batch")

@@ -16,6 +16,7 @@ from mtserve_plugin.arguments import Ids, check_values, host_int64, read_request
 from mtserve_plugin.batch import CacheBatch
 from mtserve_plugin.config import CacheConfig
 from mtserve_plugin.errors import CacheError, ConfigError, InputError
+from mtserve_plugin.steps import COMMIT, PREPARE, step
 
 _LOG = logging.getLogger(__name__)
 
@@ -233,6 +234,7 @@ class HierarchicalKVCache(KVCache):
         host_memory.make_resident(self._engine, config.host_bytes)
         atexit.register(_close_at_exit, weakref.ref(self))
 
+    @step.of(PREPARE)
     def begin(
         self,
         user_ids: Ids,
@@ -273,6 +275,7 @@ class HierarchicalKVCache(KVCache):
         self._open.add(batch)
         return batch
 
+    @step.of(COMMIT)
     def commit(self, batch: CacheBatch) -> None:
         self._check_own(batch)
         if not batch.is_complete:
@@ -410,6 +413,7 @@ def build_engine(config: CacheConfig, table: torch.Tensor) -> Any:
         staged_onload=config.onload_strategy == "staged",
         staged_offload=config.offload_strategy == "staged",
         busy_wait_ms=config.busy_wait_ms,
+        read_region=config.read_onload_region,
     )
 
 

@@ -43,6 +43,8 @@ class CacheConfig:
             lost; `False` is the paper's policy (full chunks only).
         onload_strategy: "direct" (host blocks straight into pages) or "staged" (through staging buffers and the onload
             region, then scattered; paper 4.2). Staged needs `onload_pages`.
+        read_onload_region: batches read what they bring where it lands in the onload region, before it is scattered
+            (paper 4.1), and rows for which there are no pages are read from there alone. Needs staged onloads.
         offload_strategy: "direct" or "staged" (gathered into a transient buffer first; paper 4.2).
         busy_wait_ms: how long `begin` may wait for pages that are busy; 0 means that a row without pages is computed
             without being cached.
@@ -68,6 +70,7 @@ class CacheConfig:
     offload_quota_tokens: int = 65_536
     tail_write_back: bool = True
     onload_strategy: str = "direct"
+    read_onload_region: bool = False
     offload_strategy: str = "direct"
     busy_wait_ms: int = 0
     max_open_batches: int = 64
@@ -79,13 +82,18 @@ class CacheConfig:
             raise ConfigError(f"dtype={self.dtype!r} is not supported; use one of {', '.join(DTYPES)}")
         if self.attn_scale is not None and not _is_positive(self.attn_scale):
             raise ConfigError(f"attn_scale={self.attn_scale!r} must be a positive number, or None for qk_dim ** -0.5")
-        if not isinstance(self.tail_write_back, bool):
-            raise ConfigError(f"tail_write_back={self.tail_write_back!r} must be True or False")
+        for name in ("tail_write_back", "read_onload_region"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
         for name in ("onload_strategy", "offload_strategy"):
             if not isinstance(getattr(self, name), str) or getattr(self, name) not in STRATEGIES:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(STRATEGIES)}")
         if self.onload_strategy == "staged" and self.host_bytes and not self.onload_pages:
             raise ConfigError("onload_strategy='staged' needs an onload region; set onload_pages or use 'direct'")
+        if self.read_onload_region and self.onload_strategy != "staged":
+            raise ConfigError(
+                "read_onload_region=True reads what is staged; set onload_strategy='staged' or leave it out"
+            )
         if self.page_size * self.element_size % 16:
             raise ConfigError(
                 f"page_size={self.page_size} x {self.element_size} bytes ({self.dtype}) is not a multiple of 16 bytes; "

@@ -16,7 +16,7 @@ from mtserve_plugin.errors import ConfigError
 
 _PIPE_WIDTH = 120
 _METRIC_WIDTH, _MODE_WIDTH = 20, 11
-_SHORT = {"recompute": "recompute", "device": "device", "hierarchical": "hierarch."}
+_SHORT = {"hierarchical": "hierarch."}
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -71,7 +71,19 @@ def print_replay(out: Console, result: dict[str, Any]) -> None:
     modes = list(dict.fromkeys(row["mode"] for row in rows))
     fitting = max(1, (out.width - _METRIC_WIDTH) // (_MODE_WIDTH * len(modes)))
     for begin in range(0, len(sizes), fitting):
-        out.print(_replay_table([row for row in rows if row["batch_size"] in sizes[begin : begin + fitting]]))
+        shown = [row for row in rows if row["batch_size"] in sizes[begin : begin + fitting]]
+        out.print(_replay_table(shown, _REPLAY_CELLS))
+    steps = dict.fromkeys(name for row in rows for name in row["steps_ms"])
+    if steps:
+        out.print("Steps of the paper's Algorithm 1, mean ms per batch (its table 2); 8.1 to 8.5 are parts of 8:")
+        cells = {name: _step_cell(name) for name in sorted(steps, key=_step_order)}
+        for begin in range(0, len(sizes), fitting):
+            shown = [row for row in rows if row["batch_size"] in sizes[begin : begin + fitting]]
+            out.print(_replay_table(shown, cells))
+        out.print(
+            "Steps 6 and 7 (await and update metadata) are parts of 1-2 and 9 here: metadata is prepared inline.",
+            soft_wrap=True,
+        )
     controls, tolerance = result["controls"], result["max_rel_error_tolerance"]
     out.print(
         f"Score differences are max|a-b| / max|b| to recompute; at most {tolerance:.0e} passes. "
@@ -145,16 +157,25 @@ def _replay_facts(result: dict[str, Any]) -> list[tuple[str, str]]:
     return facts
 
 
-def _replay_table(rows: list[dict[str, Any]]) -> Table:
+def _replay_table(rows: list[dict[str, Any]], cells: dict[str, Any]) -> Table:
     table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("")
     for index, row in enumerate(rows):
         first = index == 0 or rows[index - 1]["batch_size"] != row["batch_size"]
         head = f"batch {row['batch_size']}" if first else ""
         table.add_column(f"{head}\n{_SHORT.get(row['mode'], row['mode'])}", justify="right", no_wrap=True)
-    for name, cell in _REPLAY_CELLS.items():
+    for name, cell in cells.items():
         table.add_row(name, *(cell(row) for row in rows))
     return table
+
+
+def _step_cell(name: str) -> Any:
+    return lambda row: f"{row['steps_ms'][name]:.2f}" if name in row["steps_ms"] else "-"
+
+
+def _step_order(name: str) -> float:
+    number = name.split(" ")[0].split("-")[0]
+    return float(number) if number.replace(".", "").isdigit() else 0.0
 
 
 def _found(name: str) -> Any:
@@ -174,6 +195,7 @@ _REPLAY_CELLS: dict[str, Any] = {
     "device hit ratio": _found("device_hit_ratio"),
     "total hit ratio": _found("total_hit_ratio"),
     "warm hit ratio": _found("warm_hit_ratio"),
+    "lost tokens": lambda row: "-" if row["mode"] == "recompute" else f"{row['lost_tokens']:,}",
     "score difference": _difference,
 }
 

@@ -69,7 +69,7 @@ def test_the_package_gives_its_names_when_asked() -> None:
         (["--trace", "no/such/trace.csv"], "no/such/trace.csv: no such file or folder; give the path"),
         (["--trace", "no.such.module:trace"], "no importable 'package.module:name'"),
         (["--pages", "0"], "--pages 0 must be at least 1"),
-        (["--modes", "recompute,hybrid"], "'hybrid' is not known; use some of recompute, device, hierarchical"),
+        (["--modes", "recompute,hybrid"], "'hybrid' is not known; use some of recompute, device, paper, hierarchical"),
         (["--model", "huge"], "'huge' is not known; use one of tiny, small"),
         (["--dtype", "int8"], "'int8' is not known; use one of float32"),
         (["--batch-sizes", "1,0"], "--batch-sizes 1,0 must be one or more numbers of at least 1"),
@@ -112,7 +112,7 @@ def test_a_trace_that_cannot_be_used_is_explained(tmp_path: Path, text: str, mes
     ("words", "message"),
     [
         (["--host-bytes", "1KiB"], "holds not even one chunk"),
-        (["--host-bytes", "4TiB"], "the host tier (4096.0 GiB) do not fit into this machine's"),
+        (["--host-bytes", "4TiB"], "the host tiers (8192.0 GiB) do not fit into this machine's"),
         (["--pages", "2000000000"], "do not fit into this machine's"),
         (["--chunk", "100"], "page_size=32 does not divide chunk_size=100"),
         (["--mean-history", "5000"], "mean_history=5000 must lie between"),

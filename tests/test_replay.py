@@ -21,6 +21,7 @@ from mtserve_plugin.replay.checks import Difference
 from mtserve_plugin.replay.options import MODES, ReplayOptions
 from mtserve_plugin.replay.plan import Excerpt, ReplayPlan, grouped, plan_replay
 from mtserve_plugin.replay.run import run_replay
+from mtserve_plugin.steps import APPEND, ATTEND, COMMIT, LAYERS, OUTPUT, PREPARE, PROJECT, STEPS, WAIT
 from mtserve_plugin.workload import Events, Requests, Trace, load_trace
 
 # Seconds: a page budget that is too small for all, histories of up to several chunks.
@@ -73,14 +74,36 @@ def test_hit_ratios(tiny: _Result) -> None:
     asked, committed = int(plan.timed.requests.history_length.sum()), int(plan.previous.sum())
     assert tiny.json["config"]["mean_history"] == pytest.approx(asked / 24)
     for size in (1, 3):
-        nothing, device, both = (tiny.row(mode, size) for mode in MODES)
-        assert nothing["total_hit_ratio"] == nothing["warm_hit_ratio"] == 0
+        nothing, device, paper, both = (tiny.row(mode, size) for mode in MODES)
+        assert nothing["total_hit_ratio"] == nothing["warm_hit_ratio"] == nothing["lost_tokens"] == 0
         assert device["device_hit_ratio"] == device["total_hit_ratio"]
-        assert 0 < device["total_hit_ratio"] < both["total_hit_ratio"] < 1
+        assert 0 < device["total_hit_ratio"] < paper["total_hit_ratio"] < both["total_hit_ratio"] < 1
+        assert both["warm_hit_ratio"] == 1 > paper["warm_hit_ratio"]
+        assert both["lost_tokens"] == 0 < paper["lost_tokens"] < device["lost_tokens"]
+        assert paper["counters"]["tail_write_backs"] == 0
         assert both["counters"]["host_hit_tokens"] > 0, "the host tier was never needed: too many pages"
-        for row in (device, both):
+        for row in (device, paper, both):
             assert row["total_hit_ratio"] == pytest.approx(row["counters"]["hit_tokens"] / asked)
             assert row["warm_hit_ratio"] == pytest.approx(row["counters"]["hit_tokens"] / committed)
+
+
+def test_breakdown(tmp_path: Path, tiny: _Result) -> None:
+    words = [*_TINY, "--batch-sizes", "3", "--pages", "80", "--chunk", "64", "--page-size", "16", "--breakdown"]
+    result = _Result(*words, json_file=tmp_path / "r.json")
+    assert result.code == 0, result.text
+    for mode in MODES:
+        row = result.row(mode, 3)
+        steps = row["steps_ms"]
+        assert set(steps) <= set(STEPS)
+        assert (PREPARE in steps) == (COMMIT in steps) == (mode != "recompute")
+        parts = (PROJECT, APPEND, WAIT, ATTEND, OUTPUT)
+        assert 0 < sum(steps[name] for name in parts) < steps[LAYERS]
+        whole = sum(taken for name, taken in steps.items() if name not in parts)
+        assert 0.5 * row["latency_ms"]["mean"] < whole < row["latency_ms"]["mean"]
+    for name in STEPS:
+        assert name in result.text
+    assert all(row["steps_ms"] == {} for row in tiny.json["rows"])
+    assert STEPS[1] not in tiny.text
 
 
 def test_with_pages_for_all_everything_committed_is_found(tmp_path: Path) -> None:
@@ -132,7 +155,12 @@ def test_modes_take_turns_and_background_copies_are_not_timed(monkeypatch: pytes
 
     def watched(model: hstu.HSTURanker, features: Any) -> torch.Tensor:
         cache = model.cache
-        kind = "recompute" if isinstance(cache, NoCache) else "hierarchical" if cache.config.host_bytes else "device"
+        if isinstance(cache, NoCache):
+            kind = "recompute"
+        elif not cache.config.host_bytes:
+            kind = "device"
+        else:
+            kind = "hierarchical" if cache.config.tail_write_back else "paper"
         for other in caches:
             assert other.stats()["transfers_in_flight"] == 0, "copies of another turn are still running"
         calls.append((kind, gc.isenabled()))
@@ -153,10 +181,10 @@ def test_modes_take_turns_and_background_copies_are_not_timed(monkeypatch: pytes
     steps: list[tuple[int, int]] = []
     result = run_replay(options, lambda _, done, total: steps.append((done, total)))
     timed = [kind for kind, collecting in calls if not collecting]
-    turns = [timed[at : at + 3] for at in range(0, len(timed), 3)]
+    turns = [timed[at : at + len(MODES)] for at in range(0, len(timed), len(MODES))]
     assert len(turns) == result.rows[0].batches >= 6
     for number, turn in enumerate(turns):
-        assert turn == [*MODES[number % 3 :], *MODES[: number % 3]]
+        assert turn == [*MODES[number % len(MODES) :], *MODES[: number % len(MODES)]]
     untimed = [kind for kind, collecting in calls if collecting]
     assert untimed.count("recompute") >= 3, "recompute was not warmed up"
     assert gc.isenabled()

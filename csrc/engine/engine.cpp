@@ -15,6 +15,13 @@ std::unique_ptr<Tier> make_arena(const IndexConfig& config, const Geometry& geom
   return std::make_unique<HostArena>(geometry, int64_t{config.num_chunks} * (config.chunk_tokens / config.slot_tokens));
 }
 
+IndexConfig with_region(IndexConfig config, const DeviceTable& table, const EngineOptions& options) {
+  const bool staged = options.onload == Strategy::staged;
+  config.region_pages = staged ? static_cast<int32_t>(table.num_pages - config.num_pages) : 0;
+  config.read_region = staged && options.read_region;
+  return config;
+}
+
 }  // namespace
 
 class Engine::Decision {
@@ -37,15 +44,14 @@ Engine::OpenBatch::~OpenBatch() {
 Engine::Engine(const IndexConfig& config, const Geometry& geometry, const DeviceTable& table, std::unique_ptr<Tier> tier,
                std::unique_ptr<Runtime> runtime, const EngineOptions& options)
     : process_(getpid()),
-      index_(config),
+      index_(with_region(config, table, options)),
       tier_(tier != nullptr ? std::move(tier) : make_arena(config, geometry)),
       runtime_(runtime != nullptr ? std::move(runtime) : std::make_unique<ThreadsRuntime>()),
       caller_(ThreadsRuntime().make_caller_stream()),
       places_{geometry, table, config.chunk_tokens, tier_.get()},
       busy_wait_ms_(options.busy_wait_ms),
       counters_(geometry.num_layers),
-      onload_(std::make_unique<OnloadPipeline>(*runtime_, places_, options.onload, config.num_pages,
-                                               static_cast<int32_t>(table.num_pages - config.num_pages))),
+      onload_(std::make_unique<OnloadPipeline>(*runtime_, places_, options.onload, options.read_region)),
       offload_(std::make_unique<OffloadPipeline>(*runtime_, places_, options.offload)) {}
 
 Engine::~Engine() { close(); }
@@ -71,14 +77,16 @@ void Engine::begin(std::span<const RowRequest> requests, int32_t context_tokens,
   for (const EventPtr& use : uses) open.compute->wait(use);
 }
 
-bool Engine::wait(OpenBatch& open, int32_t layer) {
+bool Engine::wait(OpenBatch& open, int32_t layer, bool in_pages) {
   using Clock = std::chrono::steady_clock;
   bool good = true;
   const auto started = Clock::now();
-  for (const LoadPtr& load : open.loads) {
-    load->issued[layer]->wait();
-    open.compute->wait(load->ready[layer]);
-    good &= !load->failed;
+  for (size_t i = 0; i < open.loads.size(); ++i) {
+    const Load& load = *open.loads[i];
+    const bool from_region = !in_pages && open.batch.region_of(open.batch.loads[i]) != nullptr;
+    load.issued[layer]->wait();
+    open.compute->wait(from_region ? load.landed[layer] : load.ready[layer]);
+    good &= !load.failed;
   }
   if (!open.loads.empty() && open.compute->is_inline()) {
     TransferCounters::Layer& counters = counters_.layers[layer];
@@ -144,7 +152,8 @@ void Engine::clear() {
 void Engine::register_loads(Orders& orders) {
   Fence after = 0;
   for (const TransferTask& task : orders.onloads) {
-    loads_[task.ticket] = orders.loads.emplace_back(std::make_shared<Load>(*runtime_, places_.geometry.num_layers));
+    const bool scattered = task.region >= 0 && !task.pages.empty();
+    loads_[task.ticket] = orders.loads.emplace_back(std::make_shared<Load>(*runtime_, places_.geometry.num_layers, scattered));
     after = std::max(after, task.after);
   }
   in_flight_ += orders.onloads.size();

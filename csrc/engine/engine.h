@@ -29,6 +29,7 @@ struct EngineOptions {
   Strategy onload = Strategy::direct;
   Strategy offload = Strategy::direct;
   int32_t busy_wait_ms = 0;  // how long begin may wait for pages that are busy
+  bool read_region = false;  // staged onloads are read where they land
 };
 
 struct TransferCounters {
@@ -47,7 +48,7 @@ class Engine {
   struct OpenBatch {
     Engine* engine = nullptr;
     Batch batch;
-    std::vector<LoadPtr> loads;
+    std::vector<LoadPtr> loads;  // one per ticket in `batch.loads`
     Stream* compute = nullptr;
     ~OpenBatch();
   };
@@ -68,9 +69,10 @@ class Engine {
   // `compute` is the caller's stream, null for the caller's own thread. Never waits for a copy; waits for busy pages
   // only within `busy_wait_ms`.
   void begin(std::span<const RowRequest> requests, int32_t context_tokens, uint32_t version, OpenBatch& open, Stream* compute = nullptr);
-  // Blocks the host until the layer's copies are issued, then holds the batch's stream until they are done. False when
-  // they are known to have failed; on streams that do not run inline, `arrived` tells in the end.
-  bool wait(OpenBatch& open, int32_t layer);
+  // Blocks the host until the layer's copies are issued, then holds the batch's stream until they are done: those into
+  // the onload region where the batch reads there, unless `in_pages`. False when they are known to have failed; on
+  // streams that do not run inline, `arrived` tells in the end.
+  bool wait(OpenBatch& open, int32_t layer, bool in_pages = false);
   bool arrived(const OpenBatch& open) const;
   void commit(OpenBatch& open);
   void abort(OpenBatch& open, bool abandoned = false);

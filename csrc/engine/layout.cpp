@@ -52,8 +52,8 @@ void write_table(const Batch& batch, int32_t page_size, bool include_delta, int3
     const BatchRow& row = batch.rows[i];
     const int64_t tokens = covered(row, include_delta);
     const int32_t pages = static_cast<int32_t>(pages_for(tokens, page_size));
-    std::copy_n(batch.pages.begin() + row.first_page, pages, ids + at);
-    at += pages;
+    const bool own = include_delta && row.stores;  // the delta is in no other
+    for (int32_t p = 0; p < pages; ++p) ids[at++] = own ? batch.pages[row.first_page + p] : batch.cached_page(row, p);
     out[i + 1] = at;
     lens[i] = tokens == 0 ? 0 : static_cast<int32_t>(tokens - int64_t{pages - 1} * page_size);
   }

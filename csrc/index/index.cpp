@@ -11,6 +11,7 @@ using Lock = std::lock_guard<std::mutex>;
 Index::Index(const IndexConfig& config)
     : config_(config),
       pages_(config.num_pages),
+      region_(config.num_pages, config.region_pages),
       slots_(config.num_chunks, config.chunk_tokens / config.slot_tokens) {}
 
 // ---- one batch --------------------------------------------------------------------------------------------------
@@ -59,8 +60,12 @@ void Index::begin(std::span<const RowRequest> requests, int32_t context_tokens, 
     total += row.num_pages;
   }
   batch.pages.resize(total);
-  for (const BatchRow& row : batch.rows)
-    std::copy_n(entry(row.entry).pages.begin(), row.num_pages, batch.pages.begin() + row.first_page);
+  for (const BatchRow& row : batch.rows) {
+    const IdList<PageId>& own = entry(row.entry).pages;
+    const int32_t in_own = std::min(row.num_pages, own.size());
+    std::copy_n(own.begin(), in_own, batch.pages.begin() + row.first_page);
+    for (int32_t p = in_own; p < row.num_pages; ++p) batch.pages[row.first_page + p] = batch.cached_page(row, p);
+  }
 }
 
 void Index::enlist(std::span<const RowRequest> requests, Batch& batch) {
@@ -140,7 +145,12 @@ void Index::grant(const RowRequest& request, size_t row_index, bool leads, Batch
   // Pages: for the delta too if there is room, else for what has to be loaded, else for nothing new.
   const bool can_grow = !e.writer;
   int32_t load_end = 0;
-  if (cached > e.resident()) {
+  const RegionRead* region = e.load != 0 ? batch.region_of(e.load) : nullptr;
+  if (region != nullptr && cached > e.resident()) {
+    // Another row of this batch has it brought to the region alone.
+    cached = std::min(cached, region->end);
+    stores = false;
+  } else if (cached > e.resident()) {
     if (can_grow && e.load == 0 && e.in_transit == 0) {  // the offload may be about to replace the block
       load_end = e.cut == kNoCut ? e.host : std::min(e.host, pages_for(cached) * config_.page_size);
     } else {
@@ -153,16 +163,29 @@ void Index::grant(const RowRequest& request, size_t row_index, bool leads, Batch
     stores = false;
     ++counters_.rows_without_room;
   }
-  if (load_end > 0 && !grow(id, pages_for(load_end), after)) {
-    if (!has_news) ++counters_.rows_without_room;
-    load_end = 0;
-    cached = e.resident();
-    stores = false;
+  const int32_t on_device = std::min(cached, e.device);
+  if (load_end > 0) {
+    const bool into_pages = grow(id, pages_for(load_end), after);
+    if (!into_pages && !has_news) ++counters_.rows_without_room;
+    stores &= into_pages;
+    if ((into_pages || config_.read_region) && start_onload(id, into_pages ? load_end : cached, into_pages, after, onloads)) {
+      const TransferTask& task = onloads.back();
+      if (config_.read_region && task.region >= 0) {
+        batch.regions.push_back({task.ticket, task.first, task.end, task.region});
+        region_.hold(task.ticket);
+        region = &batch.regions.back();
+      }
+      counters_.rows_from_region += !into_pages;
+    } else {
+      cached = e.resident();
+    }
   }
   if (cached <= batch.context_tokens) cached = 0;
-  const int32_t on_device = std::min(cached, e.device);
-  if (load_end > 0 && cached > 0) start_onload(id, load_end, after, onloads);
   if (e.load != 0 && cached > 0) batch.loads.push_back(e.load);
+  if (region != nullptr && cached > region->first) {
+    row.region_from = region->first / config_.page_size;
+    row.region_page = region->page;
+  }
 
   row.epoch = e.epoch;
   row.cached = cached;
@@ -173,8 +196,8 @@ void Index::grant(const RowRequest& request, size_t row_index, bool leads, Batch
   batch.after = std::max({batch.after, after, cached > 0 || stores ? e.last_use : 0});
 
   const auto history = [&](int32_t tokens) { return std::max(tokens - batch.context_tokens, 0); };
-  counters_.device_hit_tokens += history(on_device);
-  counters_.host_hit_tokens += history(cached) - history(on_device);
+  counters_.device_hit_tokens += history(std::min(on_device, cached));
+  counters_.host_hit_tokens += history(cached) - history(std::min(on_device, cached));
 }
 
 bool Index::is_short_of_pages(std::span<const RowRequest> requests, uint32_t version) const {
@@ -251,39 +274,47 @@ Fence Index::finish(Batch& batch) {
     if (row.stores) e.writer = false;
     unpin(row.entry);
   }
+  for (const RegionRead& region : batch.regions) region_.release(region.load, fence_);
   recent_need_ -= recent_need_ / 64;
   return fence_;
 }
 
 // ---- transfers --------------------------------------------------------------------------------------------------
 
-void Index::start_onload(EntryId id, int32_t end, Fence after, std::vector<TransferTask>& onloads) {
+// Without pages to bring it to, what is loaded stays in the region; false when that has no room.
+bool Index::start_onload(EntryId id, int32_t end, bool into_pages, Fence after, std::vector<TransferTask>& onloads) {
   Entry& e = entry(id);
   TransferTask task;
-  task.ticket = ++next_ticket_;
+  task.ticket = next_ticket_ + 1;
   task.entry = id;
-  task.first = e.device;
+  task.first = e.device;  // the first token of a page, since it is below the host length
   task.end = end;
+  const int32_t first_page = task.first / config_.page_size;
   task.after = std::max(after, e.last_use);  // an aborted writer may have left its pages with the entry
-  task.pages.assign(e.pages.begin() + task.first / config_.page_size, e.pages.begin() + pages_for(end));
+  if (config_.region_pages > 0) task.region = region_.take(task.ticket, pages_for(end) - first_page, task.after);
+  if (!into_pages && task.region < 0) return false;
+  ++next_ticket_;
+  if (into_pages) task.pages.assign(e.pages.begin() + first_page, e.pages.begin() + pages_for(end));
   task.blocks.assign(e.blocks.begin() + task.first / config_.chunk_tokens,
                      e.blocks.begin() + (end + config_.chunk_tokens - 1) / config_.chunk_tokens);
   e.load = task.ticket;
-  e.load_end = end;
+  e.load_end = into_pages ? end : e.device;
   pin(id);
   ++transfers_;
   ++counters_.onloads;
   counters_.onload_tokens += task.end - task.first;
   onloads.push_back(std::move(task));
+  return true;
 }
 
 void Index::onload_done(const TransferTask& task, bool ok) {
   Lock lock(mutex_);
   --transfers_;
+  region_.release(task.ticket, 0);
   Entry& e = entry(task.entry);
   e.load = 0;
   if (ok) {
-    e.device = std::max(e.device, task.end);
+    if (!task.pages.empty()) e.device = std::max(e.device, task.end);
   } else {
     // What could not be read does not count as cached, nor does what was computed from it and published meanwhile.
     // Pages stay until the last reader is gone.
@@ -305,7 +336,7 @@ void Index::prefetch(std::span<const int64_t> users, uint32_t version, std::vect
     pin(id);  // growing must not evict the user itself
     Fence after = 0;
     e.tick = ++tick_;
-    if (grow(id, pages_for(e.host), after)) start_onload(id, e.host, after, onloads);
+    if (grow(id, pages_for(e.host), after)) start_onload(id, e.host, true, after, onloads);
     unpin(id);
   }
 }

@@ -18,6 +18,7 @@
 
 #include "index/id_list.h"
 #include "index/lru.h"
+#include "index/onload_region.h"
 #include "index/page_pool.h"
 #include "index/slot_arena.h"
 #include "index/types.h"
@@ -158,7 +159,7 @@ class Index {
   void shorten(EntryId id, int32_t tokens);
   void grant(const RowRequest& request, size_t row_index, bool leads, Batch& batch, std::vector<TransferTask>& onloads);
   bool grow(EntryId id, int32_t pages, Fence& after);
-  void start_onload(EntryId id, int32_t end, Fence after, std::vector<TransferTask>& onloads);
+  bool start_onload(EntryId id, int32_t end, bool into_pages, Fence after, std::vector<TransferTask>& onloads);
   Fence finish(Batch& batch);
   bool is_retired(uint32_t version) const;
 
@@ -191,6 +192,7 @@ class Index {
   std::unordered_map<uint32_t, int64_t> versions_;  // entries in the map, per version
   std::unordered_set<uint32_t> retired_;
   PagePool pages_;
+  OnloadRegion region_;
   SlotArena slots_;
   std::vector<Block> freed_blocks_;
   LruList<DeviceNodes> clean_, dirty_, kept_;

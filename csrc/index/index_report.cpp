@@ -22,13 +22,15 @@ Gauges Index::gauges() const {
   g.pages_free = pages_.num_free();
   g.pages_clean = clean_pages_;
   g.pages_dirty = dirty_pages_;
+  g.region_pages_total = region_.total();
+  g.region_pages_free = region_.num_free();
   g.slots_total = slots_.total();
   g.slots_free = slots_.num_free();
   g.slots_largest_free = slots_.largest_free();
   g.pending_offload_tokens = pending_offload_tokens_;
   g.transfers_in_flight = transfers_;
   g.memory_bytes = static_cast<int64_t>(slabs_.size() * kSlab * sizeof(Entry) + free_entries_.capacity() * sizeof(EntryId) +
-                                        map_.memory_bytes() + pages_.memory_bytes() + slots_.memory_bytes());
+                                        map_.memory_bytes() + pages_.memory_bytes() + region_.memory_bytes() + slots_.memory_bytes());
   return g;
 }
 
@@ -102,6 +104,8 @@ std::string Index::check() const {
   if (owned + pages_.num_free() != pages_.total()) return fail("pages owned and free do not add up", owned, pages_.num_free());
   if (clean != clean_pages_ || dirty != dirty_pages_) return fail("evictable page counters are off", clean - clean_pages_, dirty - dirty_pages_);
   if (attached != static_cast<int64_t>(map_.size())) return fail("map and entries disagree", attached, map_.size());
+  if (open_batches_ == 0 && transfers_ == 0 && region_.num_free() != region_.total())
+    return fail("spans of the onload region leak", region_.num_free(), region_.total());
   if (!slots_.consistent()) return "free lists of the slot arena are broken";
   // Blocks of offloads in flight belong to their task until it is done.
   if (transfers_ == 0 && slots + slots_.num_free() != slots_.total()) return fail("slots owned and free do not add up", slots, slots_.num_free());

@@ -23,6 +23,8 @@ struct IndexConfig {
   int64_t offload_quota_tokens = 65536;
   bool tail_write_back = true;
   int32_t max_open_batches = 64;
+  int32_t region_pages = 0;  // of the onload region, behind the others; 0: onloads go straight into pages
+  bool read_region = false;  // batches read what they brought from the region, before it is scattered (paper 4.1)
 };
 
 // A run of 2^order adjacent slots of the host arena.
@@ -48,6 +50,8 @@ struct BatchRow {
   int32_t first_page = 0;  // into Batch::pages
   int32_t num_pages = 0;   // pages that hold the cached tokens, and the delta's where the row stores
   bool stores = false;
+  int32_t region_from = 0;   // from this page of the row on, cached tokens are read from the region ...
+  PageId region_page = -1;   // ... at this and the following ids; -1: from the row's own pages
 };
 
 // Tokens [first, end) of one entry to be moved between pages and host blocks.
@@ -57,7 +61,8 @@ struct TransferTask {
   int32_t first = 0;
   int32_t end = 0;
   Fence after = 0;             // onload: pages may be written once everything up to here is done
-  std::vector<PageId> pages;   // of the page that holds `first` and the following ones
+  PageId region = -1;          // onload: first page of the span where it lands; -1: straight into `pages`
+  std::vector<PageId> pages;   // of the page that holds `first` and the following ones; none: it stays in the region
   std::vector<Block> blocks;   // of the chunk that holds `first` and the following ones
 };
 
@@ -67,10 +72,18 @@ struct PageHashes {
   int32_t tokens = 0;           // context + history tokens covered
 };
 
+// A span of the onload region that a batch brought and reads.
+struct RegionRead {
+  Ticket load = 0;
+  int32_t first = 0, end = 0;  // tokens
+  PageId page = -1;            // where `first` lies
+};
+
 struct Batch {
   std::vector<BatchRow> rows;
   std::vector<PageId> pages;          // row after row
   std::vector<Ticket> loads;          // onloads this batch depends on, whoever started them
+  std::vector<RegionRead> regions;    // those of them that it reads from the region
   std::vector<PageHashes> hashes;     // per row, empty when content is not checked
   std::vector<uint64_t> context_keys; // per row
   int32_t context_tokens = 0;
@@ -79,6 +92,15 @@ struct Batch {
   bool open = false;
   bool uncached = false;  // refused: nothing is read or stored
 
+  // The page from which the tokens of a row's p-th page are read.
+  PageId cached_page(const BatchRow& row, int32_t p) const {
+    return row.region_page >= 0 && p >= row.region_from ? row.region_page + (p - row.region_from) : pages[row.first_page + p];
+  }
+  const RegionRead* region_of(Ticket load) const {
+    for (const RegionRead& region : regions)
+      if (region.load == load) return &region;
+    return nullptr;
+  }
   bool stores() const {
     for (const BatchRow& row : rows)
       if (row.stores) return true;
@@ -94,6 +116,7 @@ struct Counters {
   uint64_t host_hit_tokens = 0;     // of these, found in host memory and brought to pages
   uint64_t stored_tokens = 0;       // committed
   uint64_t rows_without_room = 0;   // scored, but not stored: no page could be had
+  uint64_t rows_from_region = 0;    // read from the onload region alone: no page could be had
   uint64_t rows_busy = 0;           // scored, but not stored: another batch was writing this user
   uint64_t unpublished_rows = 0;    // evicted, or version retired, between begin and commit
   uint64_t edited_rows = 0;         // content or context differed from what was cached
@@ -108,6 +131,7 @@ struct Counters {
 struct Gauges {
   int64_t entries = 0, open_batches = 0;
   int64_t pages_total = 0, pages_free = 0, pages_clean = 0, pages_dirty = 0;
+  int64_t region_pages_total = 0, region_pages_free = 0;
   int64_t slots_total = 0, slots_free = 0, slots_largest_free = 0;
   int64_t pending_offload_tokens = 0, transfers_in_flight = 0;
   int64_t memory_bytes = 0;  // of the index, page and slot ids of users not included

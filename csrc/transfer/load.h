@@ -11,15 +11,18 @@ namespace mtserve {
 
 class Load {
  public:
-  Load(Runtime& runtime, int32_t num_layers) {
+  // `scattered`: what lands in the onload region goes on into pages.
+  Load(Runtime& runtime, int32_t num_layers, bool scattered) {
     for (int32_t layer = 0; layer < num_layers; ++layer) {
       issued.push_back(runtime.make_latch());
       ready.push_back(runtime.make_event());
+      landed.push_back(scattered ? runtime.make_event() : ready.back());
     }
   }
 
-  std::vector<std::unique_ptr<Latch>> issued;  // per layer: `ready` is recorded
-  std::vector<EventPtr> ready;                 // per layer: keys and values are in the pages
+  std::vector<std::unique_ptr<Latch>> issued;  // per layer: the events below are recorded
+  std::vector<EventPtr> ready;                 // per layer: keys and values are where they are to stay
+  std::vector<EventPtr> landed;                // per layer: they are where the copy engine puts them
   std::atomic<bool> failed{false};             // some copy failed; events still pass, so that nobody hangs
 };
 

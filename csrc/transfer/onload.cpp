@@ -1,5 +1,6 @@
 #include "transfer/onload.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "tiers/page_copy.h"
@@ -7,13 +8,10 @@
 
 namespace mtserve {
 
-OnloadPipeline::OnloadPipeline(Runtime& runtime, const Places& places, Strategy strategy, int32_t region_first,
-                               int32_t region_pages)
+OnloadPipeline::OnloadPipeline(Runtime& runtime, const Places& places, Strategy strategy, bool region_is_read)
     : runtime_(runtime),
       places_(places),
-      strategy_(strategy),
-      region_first_(region_first),
-      region_pages_(region_pages),
+      region_is_read_(region_is_read),
       onload_(runtime.make_stream("onload")),
       scatter_(strategy == Strategy::staged ? runtime.make_stream("scatter") : nullptr),
       finisher_(runtime.make_host_thread("onload done")),
@@ -35,24 +33,19 @@ void OnloadPipeline::start(Group group, std::function<void(const Group&)> done) 
 }
 
 void OnloadPipeline::issue(const Group& group) {
-  for (const EventPtr& use : group.uses) (strategy_ == Strategy::staged ? scatter_ : onload_)->wait(use);
-  std::vector<int32_t> region(group.tasks.size(), -1);
-  if (strategy_ == Strategy::staged) {
-    bool direct = false;
-    for (size_t i = 0; i < group.tasks.size(); ++i) {
-      region[i] = take_region(group.tasks[i], group.loads[i], group);
-      direct |= region[i] < 0;
-    }
-    if (direct)
-      for (const EventPtr& use : group.uses) onload_->wait(use);
+  const bool copies_overwrite =
+      region_is_read_ || std::any_of(group.tasks.begin(), group.tasks.end(), [](const TransferTask& task) { return task.region < 0; });
+  for (const EventPtr& use : group.uses) {
+    if (copies_overwrite) onload_->wait(use);
+    if (scatter_ != nullptr) scatter_->wait(use);
   }
   for (int32_t layer = 0; layer < places_.geometry.num_layers; ++layer)
     for (size_t i = 0; i < group.tasks.size(); ++i) {
       const LoadPtr& load = group.loads[i];
-      if (region[i] < 0)
+      if (group.tasks[i].region < 0)
         issue_direct(group.tasks[i], load, layer);
       else
-        issue_staged(group.tasks[i], load, layer, region[i]);
+        issue_staged(group.tasks[i], load, layer);
       load->issued[layer]->set();
     }
 }
@@ -74,32 +67,9 @@ void OnloadPipeline::issue_direct(const TransferTask& task, const LoadPtr& load,
   onload_->record(load->ready[layer]);
 }
 
-// A span of the region for the task, or -1 when it does not fit beside the rest of its group.
-int32_t OnloadPipeline::take_region(const TransferTask& task, const LoadPtr& load, const Group& group) {
-  const int32_t pages = static_cast<int32_t>(task.pages.size());
-  if (pages > region_pages_) return -1;
-  const int32_t first = region_next_ + pages <= region_pages_ ? region_next_ : 0;
-  const auto overlaps = [&](const Occupant& o) { return o.first < first + pages && first < o.first + o.pages; };
-  for (const Occupant& o : occupants_)
-    if (overlaps(o) && std::find(group.loads.begin(), group.loads.end(), o.load) != group.loads.end()) return -1;
-  // Layer by layer, the copy waits until the earlier onload of this span has been scattered.
-  for (auto o = occupants_.begin(); o != occupants_.end();) {
-    if (!overlaps(*o)) {
-      ++o;
-      continue;
-    }
-    for (const EventPtr& scattered : o->load->ready) onload_->wait(scattered);
-    o = occupants_.erase(o);
-  }
-  occupants_.push_back({first, pages, load});
-  region_next_ = first + pages;
-  return first;
-}
-
-void OnloadPipeline::issue_staged(const TransferTask& task, const LoadPtr& load, int32_t layer, int32_t region_page) {
+void OnloadPipeline::issue_staged(const TransferTask& task, const LoadPtr& load, int32_t layer) {
   auto parts = std::make_shared<const std::vector<Slice>>(slices(places_, task, layer));
   const Geometry& g = places_.geometry;
-  const auto region = [&](int32_t page) { return places_.table.page(layer, region_first_ + region_page + page); };
   for (const Slice& slice : *parts) {
     // Host-side preparation of one buffer overlaps the copy engine's work on the other.
     StagingBuffer& buffer = staging_[staged_slices_++ % staging_.size()];
@@ -117,7 +87,7 @@ void OnloadPipeline::issue_staged(const TransferTask& task, const LoadPtr& load,
     } catch (...) {
       load->failed = true;
     }
-    std::byte* to = region(slice.first_page);
+    std::byte* to = places_.table.page(layer, task.region + slice.first_page);
     onload_->launch(
         "onload copy",
         [this, load, to, from = buffer.bytes.get(), bytes] {
@@ -132,18 +102,25 @@ void OnloadPipeline::issue_staged(const TransferTask& task, const LoadPtr& load,
     buffer.free = runtime_.make_event();
     onload_->record(buffer.free);
   }
-  EventPtr landed = runtime_.make_event();
-  onload_->record(landed);
-  scatter_->wait(landed);
+  onload_->record(load->landed[layer]);
+  if (!task.pages.empty()) scatter(task, load, layer, parts);
+}
+
+// From the region into the user's pages.
+void OnloadPipeline::scatter(const TransferTask& task, const LoadPtr& load, int32_t layer,
+                             const std::shared_ptr<const std::vector<Slice>>& parts) {
+  const auto region = [table = places_.table, layer, first = task.region](const Slice& slice, size_t i) {
+    return table.page(layer, first + slice.first_page + static_cast<PageId>(i));
+  };
+  scatter_->wait(load->landed[layer]);
   scatter_->launch(
       "scatter",
-      [this, parts, load, layer, region_page] {
+      [this, parts, load, region] {
         if (load->failed) return;
         for (const Slice& slice : *parts)
           for (size_t i = 0; i < slice.rows.size(); ++i) {
             const PageRows& r = slice.rows[i];
-            const PageId from = region_first_ + region_page + slice.first_page + static_cast<PageId>(i);
-            copy_rows(places_.geometry, r.page, places_.table.page(layer, from), r.first, r.end);
+            copy_rows(places_.geometry, r.page, region(slice, i), r.first, r.end);
           }
       },
       [&] {
@@ -151,8 +128,8 @@ void OnloadPipeline::issue_staged(const TransferTask& task, const LoadPtr& load,
         for (const Slice& slice : *parts)
           for (size_t i = 0; i < slice.rows.size(); ++i) {
             const PageRows& r = slice.rows[i];
-            add_rows(out, g, r.page, r.first, r.end, true);
-            add_rows(out, g, region(slice.first_page + static_cast<int32_t>(i)), r.first, r.end, false);
+            add_rows(out, places_.geometry, r.page, r.first, r.end, true);
+            add_rows(out, places_.geometry, region(slice, i), r.first, r.end, false);
           }
         return out;
       });

@@ -2,10 +2,11 @@
 //
 //   direct: host blocks straight into the users' pages.
 //   staged: host blocks -> two staging buffers in turn -> onload region, contiguous -> scatter into the users' pages.
+//
+// The task says which: it names its span of the region, or none. Without pages it ends in the region.
 #pragma once
 
 #include <array>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -20,34 +21,26 @@ enum class Strategy { direct, staged };
 
 class OnloadPipeline {
  public:
-  // `region_pages` pages behind the table's last user page are the onload region; staged needs some.
-  OnloadPipeline(Runtime& runtime, const Places& places, Strategy strategy, int32_t region_first, int32_t region_pages);
+  // `region_is_read`: by batches, whose uses the next copies into it have to await.
+  OnloadPipeline(Runtime& runtime, const Places& places, Strategy strategy, bool region_is_read);
 
   struct Group {
     std::vector<TransferTask> tasks;
     std::vector<LoadPtr> loads;   // one per task
-    std::vector<EventPtr> uses;   // pages may be written once these have passed
+    std::vector<EventPtr> uses;   // pages, the region's too, may be written once these have passed
   };
   // Returns at once; `done` runs on a host thread when everything has arrived or failed.
   void start(Group group, std::function<void(const Group&)> done);
 
  private:
-  struct Occupant {
-    int32_t first, pages;
-    LoadPtr load;
-  };
-
   void issue(const Group& group);
   void issue_direct(const TransferTask& task, const LoadPtr& load, int32_t layer);
-  void issue_staged(const TransferTask& task, const LoadPtr& load, int32_t layer, int32_t region_page);
-  int32_t take_region(const TransferTask& task, const LoadPtr& load, const Group& group);
+  void issue_staged(const TransferTask& task, const LoadPtr& load, int32_t layer);
+  void scatter(const TransferTask& task, const LoadPtr& load, int32_t layer, const std::shared_ptr<const std::vector<Slice>>& parts);
 
   Runtime& runtime_;
   const Places places_;
-  const Strategy strategy_;
-  const int32_t region_first_, region_pages_;
-  int32_t region_next_ = 0;
-  std::deque<Occupant> occupants_;
+  const bool region_is_read_;
   std::array<StagingBuffer, 2> staging_;
   size_t staged_slices_ = 0;
   // Host threads last: they are joined first, while what they use still stands.

@@ -40,8 +40,8 @@ inline std::vector<Slice> slices(const Places& places, const TransferTask& task,
     while (at < end) {
       const int32_t page = at / size;
       const int32_t stop = std::min(end, (page + 1) * size);
-      slice.rows.push_back({places.table.page(layer, task.pages[page - first_page]), page - chunk * places.chunk_pages(),
-                            at - page * size, stop - page * size});
+      std::byte* const to = task.pages.empty() ? nullptr : places.table.page(layer, task.pages[page - first_page]);
+      slice.rows.push_back({to, page - chunk * places.chunk_pages(), at - page * size, stop - page * size});
       at = stop;
     }
     out.push_back(std::move(slice));

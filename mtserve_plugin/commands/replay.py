@@ -68,6 +68,9 @@ AtCap = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Of the synthetic trace, the candidates and the weights.")]
 Threads = Annotated[int | None, typer.Option(help="Threads of torch.", show_default="torch's choice")]
+Breakdown = Annotated[
+    bool, typer.Option("--breakdown", help="Time each step of the paper's Algorithm 1 too (its table 2).")
+]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write config, machine and rows here.")]
 
 
@@ -92,13 +95,15 @@ def replay(
     at_cap: AtCap = _DEFAULT.at_cap,
     seed: Seed = _DEFAULT.seed,
     threads: Threads = None,
+    breakdown: Breakdown = False,
     json_file: Json = None,
 ) -> None:
     """Serve a trace with and without the cache: latency, speed-up, hit ratios, score differences.
 
-    The same requests go through a model three times: recompute encodes every history anew, device keeps keys and
-    values in pages alone, hierarchical has host memory behind the pages. Every score is compared with recompute's, and
-    two planted errors must show in that comparison; the exit code is 1 if one does not, or if scores differ.
+    The same requests go through a model four times: recompute encodes every history anew, device keeps keys and
+    values in pages alone, paper has host memory behind the pages that full chunks reach (the paper's policy),
+    hierarchical writes the tails back too. Every score is compared with recompute's, and two planted errors must show
+    in that comparison; the exit code is 1 if one does not, or if scores differ.
 
     Caches are filled with each user's latest earlier request before timing. The modes take turns batch by batch, and
     background copies end between two turns, outside the latency.
@@ -108,6 +113,8 @@ def replay(
         mtserve replay
 
         mtserve replay --batch-sizes 8 --pages 400 --host-bytes 2GiB --json replay.json
+
+        mtserve replay --batch-sizes 8 --breakdown
 
         mtserve replay --trace ./KuaiRand-1K/data --requests 1000 --max-history 4000
     """
@@ -134,6 +141,7 @@ def replay(
             at_cap=at_cap,
             seed=seed,
             threads=threads,
+            breakdown=breakdown,
         )
         with progress_bar() as step:
             step("importing torch and torchrec", 0, 1)

@@ -29,6 +29,8 @@ def attach(
     approximate: Collection[str] = (),
     sparse: nn.Module | None = None,
     content_check: bool = True,
+    refresh_after_tokens: int | None = None,
+    refresh_after_seconds: float | None = None,
 ) -> nn.Module:
     """Makes the model's own forward use the cache.
 
@@ -61,6 +63,12 @@ def attach(
             prefix keeps its keys and values (`positions.AppendStablePositionalEncoder`); the model has to be
             trained so.
         approximate: names of factors that make reuse inexact and are accepted: "positions".
+        refresh_after_tokens: bounds what was accepted: a user whose history has grown, or was cut, by this many tokens
+            since it was encoded as a whole is evicted, in all versions, and encoded as a whole again. `None` is
+            without bound.
+        refresh_after_seconds: the same for the time between the two requests, earlier or later. The request's own
+            time counts, that of its row's last candidate (without candidates, of the last event), from which the
+            model's encoder counts too; no other clock is looked at.
         sparse: the model whose `preprocess` feeds this model's `main_forward`, where both are called by hand
             or in two places (`HSTUSparseInferenceModule`); may be `model` itself.
         content_check: hash every history token, so that edited, deleted and slid histories are found out;
@@ -86,6 +94,8 @@ def attach(
         approximate=approximate,
         sparse=sparse,
         content_check=content_check,
+        refresh_after_tokens=refresh_after_tokens,
+        refresh_after_seconds=refresh_after_seconds,
     )
 
 
@@ -97,6 +107,21 @@ def detach(model: nn.Module) -> nn.Module:
         CacheError: a batch of the model is in flight.
     """
     return integration_of(model).detach(model)
+
+
+def stats(model: nn.Module) -> dict[str, int]:
+    """What attached models did to keep approximations within their bounds; copies of a model count together.
+
+    Returns:
+        `refreshed_by_tokens`, `refreshed_by_seconds`: users encoded as a whole because they reached that bound (both:
+        the first); `of_unknown_age`: because nothing was known about them, as of every user who comes for the first
+        time; `tracked`: users and versions of whom it is known now when they were encoded, by all models that share
+        the cache. All 0 without bounds.
+
+    Raises:
+        AttachError: the model is not attached.
+    """
+    return integration_of(model).stats(model)
 
 
 def integration_of(model: nn.Module) -> ModuleType:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,10 +17,11 @@ from mtserve_plugin.errors import CacheError, ConfigError, OnloadError
 from mtserve_plugin.models.features import HISTORY_KEYS, build_features, read_request
 from mtserve_plugin.models.layer import HSTULayer
 from mtserve_plugin.positions import AppendStableEncoder, places
+from mtserve_plugin.steps import EMBED, HASH, LAYERS, LAYOUT, OUTPUT, POSTPROCESS, PROJECT, step
 
 dependencies.require_torchrec()
 
-from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor  # noqa: E402
+from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor  # noqa: E402
 
 __all__ = ["HSTURanker", "HSTURankerConfig", "build_features"]
 
@@ -115,13 +116,6 @@ class HSTURankerConfig:
 
 # What a cache and its model have to agree on.
 _GEOMETRY = ("num_layers", "num_heads", "qk_dim", "v_dim", "attn_norm_len", "dtype", "max_attn_len")
-
-
-class _Tokens(NamedTuple):
-    """A batch's dense tokens: embeddings `[T, D]`, and which of them are candidates, int64."""
-
-    x: torch.Tensor
-    candidates: torch.Tensor
 
 
 class HSTURanker(nn.Module):
@@ -246,22 +240,38 @@ class HSTURanker(nn.Module):
             # 3: strip cached tokens
             stripped, boundary = batch.strip(features, HISTORY_KEYS)
             # 4, 5: embed, transform the layout
-            tokens = self._preprocess(stripped, boundary, batch)
-            x = tokens.x
+            with step(EMBED):
+                stripped = stripped.to(self._device, non_blocking=True)
+                embedded = self.embeddings(stripped)
+            with step(LAYOUT):
+                x, candidates = self._lay_out(embedded, stripped, boundary, batch)
             # 8: the layers
-            for index, layer in enumerate(cast(Iterable[HSTULayer], self.layers)):
-                u, q, k, v = layer.project(x)
-                x = layer.output(batch.attend(index, q, k, v), u, x)
+            with step(LAYERS):
+                for index, layer in enumerate(cast(Iterable[HSTULayer], self.layers)):
+                    with step(PROJECT):
+                        u, q, k, v = layer.project(x)
+                    attended = batch.attend(index, q, k, v)
+                    with step(OUTPUT):
+                        x = layer.output(attended, u, x)
         # 9 was the end of the batch; 10: scores
-        return self.head(x.index_select(0, tokens.candidates).float()).squeeze(-1)
+        with step(POSTPROCESS):
+            return self.head(x.index_select(0, candidates).float()).squeeze(-1)
 
-    def _preprocess(self, features: KeyedJaggedTensor, boundary: dict[str, torch.Tensor], batch: CacheBatch) -> _Tokens:
-        """Stripped features to dense tokens, each row its delta, then its candidates."""
-        device = self.embeddings.embeddings["item"].weight.device
-        features = features.to(device, non_blocking=True)
+    @property
+    def _device(self) -> torch.device:
+        return self.embeddings.embeddings["item"].weight.device
+
+    def _lay_out(
+        self,
+        embedded: dict[str, JaggedTensor],
+        features: KeyedJaggedTensor,
+        boundary: dict[str, torch.Tensor],
+        batch: CacheBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings to dense tokens, each row its delta, then its candidates; and where the candidates are."""
+        device = self._device
         delta, candidates = batch.delta_lengths, batch.num_candidates
         order = jagged.concat_order(delta, candidates, device)
-        embedded = self.embeddings(features)
         history = embedded["item"].values() + embedded["action"].values()
         x = jagged.concat(history, embedded["candidate"].values(), order)
         where = places(
@@ -276,8 +286,9 @@ class HSTURanker(nn.Module):
         rows = jagged.spread(batch.offsets[:-1] + delta - jagged.offsets(candidates)[:-1], candidates)
         rows += torch.arange(rows.numel())
         x = self.encoder(x.to(self.encoder.dtype), where.positions, where.gaps)
-        return _Tokens(x, rows.to(device, non_blocking=True))
+        return x, rows.to(device, non_blocking=True)
 
+    @step.of(HASH)
     def _token_hashes(self, features: KeyedJaggedTensor, cache: KVCache) -> torch.Tensor | None:
         if not self.content_check or isinstance(cache, NoCache):
             return None

@@ -10,7 +10,9 @@ from typing import Any
 
 from mtserve_plugin.errors import ConfigError
 
-MODES = ("recompute", "device", "hierarchical")
+MODES = ("recompute", "device", "paper", "hierarchical")
+HOST_POLICIES = {"paper": False, "hierarchical": True}
+"""The modes with a host tier, and their `tail_write_back`."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -56,7 +58,7 @@ class ReplayOptions:
         candidates: items scored per request.
         pages: device pages; `None`: a fifth of what the trace's users need.
         page_size: tokens per page.
-        host_bytes: host tier of "hierarchical"; `None`: room for all users of the trace.
+        host_bytes: host tier of "paper" and "hierarchical", each; `None`: room for all users of the trace.
         chunk: tokens per host chunk.
         users: users of a synthetic trace.
         mean_history, max_history: of a synthetic trace, in tokens; `max_history` also caps a log's histories.
@@ -64,6 +66,7 @@ class ReplayOptions:
         at_cap: policy at `max_history`, see `HistoryCap`.
         seed: of the synthetic trace, the candidates and the weights.
         threads: threads of torch; `None` leaves torch's choice.
+        breakdown: time each step of the paper's Algorithm 1 as well.
 
     Raises:
         ConfigError: an option is out of range; the message names it and the fix.
@@ -89,6 +92,7 @@ class ReplayOptions:
     at_cap: str = "stop"
     seed: int = 0
     threads: int | None = None
+    breakdown: bool = False
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -106,7 +110,7 @@ class ReplayOptions:
             raise ConfigError(f"--model {self.model!r} is not known; use one of {', '.join(MODELS)}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError(f"--dtype {self.dtype!r} is not known; use one of {', '.join(DTYPES)}")
-        if self.host_bytes == 0 and "hierarchical" in self.modes:
+        if self.host_bytes == 0 and any(mode in HOST_POLICIES for mode in self.modes):
             raise ConfigError("--host-bytes 0 leaves no host tier; give more, or --modes recompute,device")
         if self.at_cap != "stop":
             _check_cap(self.max_history, self.at_cap)

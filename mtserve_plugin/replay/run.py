@@ -1,7 +1,8 @@
 """Replays the end of a request trace through a model, with and without the cache, and compares (paper, table 1).
 
-Three modes serve the same requests: "recompute" (`NoCache`), "device" (`HierarchicalKVCache` without a host tier) and
-"hierarchical". How it is kept fair:
+Four modes serve the same requests: "recompute" (`NoCache`), "device" (`HierarchicalKVCache` without a host tier),
+"paper" (with one, under the paper's policy: full chunks alone reach it) and "hierarchical" (tails are written back too,
+before they are evicted). How it is kept fair:
 
 - Each mode has its own cache; all caches are filled with the same requests before anything is timed.
 - A batch is run by all modes before the next one begins, in an order that rotates from batch to batch. The batches in
@@ -25,7 +26,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,9 +40,10 @@ from mtserve_plugin.machine import describe_machine
 from mtserve_plugin.models.hstu import HSTURanker
 from mtserve_plugin.replay.checks import TOLERANCE, Controls, Difference, control_threshold, run_controls
 from mtserve_plugin.replay.model import build_model, to_kjt
-from mtserve_plugin.replay.options import ReplayOptions
+from mtserve_plugin.replay.options import HOST_POLICIES, ReplayOptions
 from mtserve_plugin.replay.plan import ReplayPlan, grouped, plan_replay
 from mtserve_plugin.report import bytes_text
+from mtserve_plugin.steps import STEPS, StepClock
 from mtserve_plugin.workload import CandidateSampler, build_features, load_trace
 
 OnStep = Callable[[str, int, int], None]
@@ -60,7 +62,7 @@ class ModeRow:
     """What was measured for one mode and batch size.
 
     Attributes:
-        mode: "recompute", "device" or "hierarchical".
+        mode: one of `MODES`.
         batch_size: requests per batch; a batch ends early before a user's second request.
         requests: timed requests.
         batches: timed batches.
@@ -69,9 +71,11 @@ class ModeRow:
         device_hit_ratio: tokens found in pages / history tokens asked for.
         total_hit_ratio: tokens found in either tier / history tokens asked for.
         warm_hit_ratio: tokens found / tokens committed by the same users before, of this mode's own requests.
+        lost_tokens: committed once and then in neither tier, since the cache was empty: while it was filled, too.
         max_rel_error: max|a - b| / max|b| over all scores, b being recompute's.
         background_ms: mean time, after a batch, until its transfers were done; not part of the latency.
         counters: the cache's counters over the timed batches.
+        steps_ms: mean per batch of each step in `mtserve_plugin.steps`; empty unless asked for.
     """
 
     mode: str
@@ -83,9 +87,11 @@ class ModeRow:
     device_hit_ratio: float = 0.0
     total_hit_ratio: float = 0.0
     warm_hit_ratio: float = 0.0
+    lost_tokens: int = 0
     max_rel_error: float = 0.0
     background_ms: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
+    steps_ms: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -197,7 +203,8 @@ class _Replay:
                     turn = number % len(modes)
                     for mode in modes[turn:] + modes[:turn]:
                         text = f"batch size {batch_size}: {mode}"
-                        runs[mode].add(*self._serve(caches[mode], requests, text))
+                        with runs[mode].clock if self._options.breakdown else nullcontext():
+                            runs[mode].add(*self._serve(caches[mode], requests, text))
                     reference = runs[modes[0]].scores
                     for mode in modes:
                         runs[mode].difference.add(runs[mode].scores, reference)
@@ -243,9 +250,13 @@ class _Replay:
             device_hit_ratio=counters.get("device_hit_tokens", 0) / asked,
             total_hit_ratio=counters["hit_tokens"] / asked,
             warm_hit_ratio=counters["hit_tokens"] / committed,
+            lost_tokens=after.get("lost_tokens", 0),
             max_rel_error=run.difference.value,
             background_ms=statistics.fmean(run.background) * 1e3,
             counters=counters,
+            steps_ms={
+                name: 1e3 * run.clock.seconds[name] / len(run.seconds) for name in STEPS if name in run.clock.seconds
+            },
         )
 
     def _describe(self) -> dict[str, Any]:
@@ -302,6 +313,7 @@ class _Run:
         self.seconds: list[float] = []
         self.background: list[float] = []
         self.difference = Difference()
+        self.clock = StepClock()
         self.scores = torch.empty(0)
 
     def add(self, scores: torch.Tensor, seconds: float, background: float) -> None:
@@ -318,9 +330,11 @@ def _cache_configs(options: ReplayOptions, plan: ReplayPlan, model: HSTURanker) 
         host_bytes = plan.chunks(options.chunk) * device.chunk_bytes
     configs = {}
     for mode in options.ordered_modes:
-        if mode == "hierarchical":
+        if mode in HOST_POLICIES:
             quota = max(device.offload_quota_tokens, options.chunk)
-            configs[mode] = device.replace(host_bytes=host_bytes, offload_quota_tokens=quota)
+            configs[mode] = device.replace(
+                host_bytes=host_bytes, offload_quota_tokens=quota, tail_write_back=HOST_POLICIES[mode]
+            )
         else:
             configs[mode] = device
     _check_memory(configs)
@@ -330,11 +344,11 @@ def _cache_configs(options: ReplayOptions, plan: ReplayPlan, model: HSTURanker) 
 def _check_memory(configs: dict[str, CacheConfig]) -> None:
     """The host tier is made resident at once, so what does not fit would end the process, not raise."""
     tables = sum(math.prod(c.table_shape) * c.element_size for mode, c in configs.items() if mode != "recompute")
-    host = max(config.host_bytes for config in configs.values())
+    host = sum(config.host_bytes for config in configs.values())
     memory = describe_machine()["memory_bytes"]
     if memory and tables + host > _MEMORY_SHARE * memory:
         raise ConfigError(
-            f"the page tables ({bytes_text(tables)}) and the host tier ({bytes_text(host)}) do not fit into this "
+            f"the page tables ({bytes_text(tables)}) and the host tiers ({bytes_text(host)}) do not fit into this "
             f"machine's {bytes_text(memory)}; use a smaller --host-bytes, --pages, --model or --max-history"
         )
 

@@ -27,6 +27,13 @@ SHAPES = {
         "onload_strategy": "staged",
         "offload_strategy": "staged",
     },
+    "read-region": {
+        "num_pages": 16,
+        "onload_pages": 12,
+        "chunks": 12,
+        "onload_strategy": "staged",
+        "read_onload_region": True,
+    },
     "staged-offload": {"num_pages": 24, "chunks": 30, "offload_strategy": "staged"},
     # E10: unequal dims, one head, nothing a power of two, 2-byte elements, a chunk of a single slot.
     "odd": {
@@ -59,10 +66,12 @@ def everything_is_free(cache):
     assert stats["entries"] == 0
     assert stats["pages_free"] == stats["pages_total"]
     assert stats["slots_free"] == stats["slots_total"]
+    assert stats["region_pages_free"] == stats["region_pages_total"]
 
 
 @pytest.mark.parametrize(
-    ("shape", "context"), [*((shape, 0) for shape in SHAPES), ("device-only", 3), ("tight", 3), ("staged", 5)]
+    ("shape", "context"),
+    [*((shape, 0) for shape in SHAPES), ("device-only", 3), ("tight", 3), ("staged", 5), ("read-region", 2)],
 )
 def test_every_byte_and_score_is_right(shape, context):
     rng = random.Random(f"{shape}{context}")
@@ -73,13 +82,14 @@ def test_every_byte_and_score_is_right(shape, context):
         assert served > STEPS * 0.8
         assert stats["stored_tokens"] > 0 or shape == "no-room-at-all"
         assert 0 <= stats["hit_tokens"] <= stats["history_tokens"]
-        if shape in ("tight", "staged"):
+        if shape in ("tight", "staged", "read-region"):
             assert stats["host_hit_tokens"] > 0
             assert stats["device_hit_tokens"] > 0
+        assert (stats["rows_from_region"] > 0) == (shape == "read-region")
         everything_is_free(cache)
 
 
-@pytest.mark.parametrize("shape", ["tight", "staged"])
+@pytest.mark.parametrize("shape", ["tight", "staged", "read-region"])
 def test_a_failed_copy_never_reaches_a_score(shape):
     rng = random.Random(shape)
     with build(shape) as cache:
@@ -92,7 +102,7 @@ def test_a_failed_copy_never_reaches_a_score(shape):
         everything_is_free(cache)
 
 
-@pytest.mark.parametrize("shape", ["tight", "staged", "paper-policy"])
+@pytest.mark.parametrize("shape", ["tight", "staged", "read-region", "paper-policy"])
 def test_threads_share_a_cache(shape):
     errors = []
     with build(shape) as cache:

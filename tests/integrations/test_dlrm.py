@@ -266,9 +266,11 @@ def test_a_version_names_one_set_of_weights(make_model, make_cache, make_users):
     cache = make_cache(one)
     attach(one, cache, version="a", **STABLE)
     attach(same, cache, version="a", **STABLE)
-    with pytest.raises(AttachError, match="other weights were attached") as error:
-        attach(other, cache, version="a", **STABLE)
-    assert error.value.factors == ("version",)
+    approximate = {"user_feature": "user_id", "approximate": {"positions"}}
+    for model, options in ((other, STABLE), (make_model(18), approximate)):
+        with pytest.raises(AttachError, match="other weights, or other positions, were attached") as error:
+            attach(model, cache, version="a", **options)
+        assert error.value.factors == ("version",)
     attach(other, cache, version="b", **STABLE)
     users = make_users(one)
     request = visit(users, 1, 30)

@@ -83,6 +83,7 @@ int main(int argc, char** argv) {
     EngineOptions options;
     options.onload = onload.value_or(seed & 1 ? Strategy::staged : Strategy::direct);
     options.offload = offload.value_or(seed & 2 ? Strategy::staged : Strategy::direct);
+    options.read_region = seed % 3 != 0;  // of those that are staged
     Traffic traffic(seed, options, faults.value_or((seed & 4) != 0));
     const std::string problem = traffic.run(2 + static_cast<int>(seed / 8 % 2), 60);
     if (!problem.empty()) return std::printf("seed %llu: %s\n", static_cast<unsigned long long>(seed), problem.c_str()), 1;
@@ -96,6 +97,7 @@ int main(int argc, char** argv) {
     seen.tail_write_backs += c.tail_write_backs;
     seen.host_hit_tokens += c.host_hit_tokens;
     seen.device_hit_tokens += c.device_hit_tokens;
+    seen.rows_from_region += c.rows_from_region;
     seen.rows_busy += c.rows_busy;
     seen.rows_without_room += c.rows_without_room;
     seen.unpublished_rows += c.unpublished_rows;
@@ -112,8 +114,8 @@ int main(int argc, char** argv) {
   std::printf("%llu schedules: %llu batches, %llu failed by injected faults; %llu values read\n", n(seeds), n(sum.committed), n(sum.failed), n(sum.reads));
   std::printf("  %llu onloads (%llu failed), %llu offloads (%llu failed, %llu tails), hits %llu device, %llu host\n", n(seen.onloads),
               n(seen.onload_failures), n(seen.offloads), n(seen.offload_failures), n(seen.tail_write_backs), n(seen.device_hit_tokens), n(seen.host_hit_tokens));
-  std::printf("  rows: %llu busy, %llu without room, %llu unpublished, %llu edited, %llu shorter; evicted %llu pages, %llu host tokens; refused %llu by quota, %llu by the host\n",
-              n(seen.rows_busy), n(seen.rows_without_room), n(seen.unpublished_rows), n(seen.edited_rows), n(seen.truncated_rows),
+  std::printf("  rows: %llu from the region alone, %llu busy, %llu without room, %llu unpublished, %llu edited, %llu shorter; evicted %llu pages, %llu host tokens; refused %llu by quota, %llu by the host\n",
+              n(seen.rows_from_region), n(seen.rows_busy), n(seen.rows_without_room), n(seen.unpublished_rows), n(seen.edited_rows), n(seen.truncated_rows),
               n(seen.device_evicted_pages), n(seen.host_evicted_tokens), n(seen.offloads_refused_quota), n(seen.offloads_refused_host_full));
   std::printf("all ordered, all right\n");
   return 0;

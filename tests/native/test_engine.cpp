@@ -54,7 +54,8 @@ struct Server {
     for (int32_t t = 0; t < r.tokens; ++t)
       for (const bool is_v : {false, true}) {
         if (t >= r.cached && !r.stores) continue;
-        std::byte* at = row(layer, batch.pages[r.first_page + t / kPageSize], t % kPageSize, is_v);
+        const PageId page = t < r.cached ? batch.cached_page(r, t / kPageSize) : batch.pages[r.first_page + t / kPageSize];
+        std::byte* at = row(layer, page, t % kPageSize, is_v);
         const uint64_t want = tag(user, content, layer, t, is_v);
         uint64_t got = want;
         if (t < r.cached)
@@ -121,7 +122,8 @@ struct Server {
 const EngineOptions kStrategies[] = {{Strategy::direct, Strategy::direct},
                                      {Strategy::direct, Strategy::staged},
                                      {Strategy::staged, Strategy::direct},
-                                     {Strategy::staged, Strategy::staged}};
+                                     {Strategy::staged, Strategy::staged},
+                                     {Strategy::staged, Strategy::direct, 0, true}};
 
 // Without a pause the copies' threads would hardly ever run between two requests.
 void think() { std::this_thread::sleep_for(std::chrono::microseconds(50)); }
@@ -325,7 +327,9 @@ void many_threads() {
       for (int thread = 0; thread < kThreads; ++thread)
         threads.emplace_back([&, thread] {
           std::mt19937 random(thread + 100);
-          for (int step = 0; step < (quick ? 120 : 400); ++step) {
+          // Longer where the machine is so busy that nothing has come back from the host yet.
+          const int steps = quick ? 120 : 400;
+          for (int step = 0; step < steps || (step < 40 * steps && server.counters().host_hit_tokens == 0); ++step) {
             // A user's content never changes, its length does.
             const int64_t user = random() % kUsers;
             const int32_t tokens = 20 + static_cast<int32_t>(random() % 30);

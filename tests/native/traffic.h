@@ -59,7 +59,7 @@ class Traffic {
   // `options.onload`, `options.offload` and `faults` as given; the rest comes from the seed.
   Traffic(uint64_t seed, const EngineOptions& options, bool faults) : random_(seed * 7919), faults_(faults) {
     const int32_t slot_pages = 1 + pick(2), slots_per_chunk = 1 << pick(3);
-    const int32_t user_pages = 2 + pick(4), everybody = 2 + pick(11);
+    const int32_t user_pages = 2 + pick(4), everybody = 4 + pick(9);
     config_.page_size = 1 + pick(3);
     config_.num_pages = user_pages * (2 + pick(everybody));
     config_.slot_tokens = config_.page_size * slot_pages;
@@ -81,7 +81,7 @@ class Traffic {
     table_ = {memory_.data(), config_.num_pages + region, geometry_.page_bytes()};
     auto runtime = std::make_unique<SimRuntime>(seed);
     sim_ = runtime.get();
-    auto tier = std::make_unique<SlowTier>(geometry_, int64_t{config_.num_chunks} * (config_.chunk_tokens / config_.slot_tokens), *sim_, pick(4) * 40);
+    auto tier = std::make_unique<SlowTier>(geometry_, int64_t{config_.num_chunks} * (config_.chunk_tokens / config_.slot_tokens), *sim_, pick(3) * 40);
     engine_ = std::make_unique<Engine>(config_, geometry_, table_, std::move(tier), std::move(runtime), options);
     closes_early_ = pick(8) == 0;
   }
@@ -97,6 +97,7 @@ class Traffic {
     engine_->clear();
     const Gauges g = engine_->index().gauges();
     expect(g.pages_free == g.pages_total, "pages leaked");
+    expect(g.region_pages_free == g.region_pages_total, "spans of the onload region leaked");
     expect(g.slots_free == g.slots_total, "slots leaked");
     expect(g.slots_largest_free * config_.slot_tokens == config_.chunk_tokens, "freed buddies did not merge");
     expect(g.open_batches == 0 && g.transfers_in_flight == 0 && g.pending_offload_tokens == 0 && g.entries == 0, "batches, transfers or users leaked");
@@ -120,7 +121,7 @@ class Traffic {
   struct Row {
     std::vector<uint64_t> digests;  // per token, of everything up to it
     BatchRow granted;
-    std::vector<PageId> pages;
+    std::vector<PageId> pages, cached_pages;  // written, read
   };
   using Rows = std::shared_ptr<std::vector<Row>>;
 
@@ -203,7 +204,7 @@ class Traffic {
       const int32_t end = !write ? r.granted.cached : r.granted.stores ? r.granted.tokens : 0;
       for (int32_t t = first; t < end; ++t)
         for (const bool is_v : {false, true})
-          out.push_back({at(layer, r.pages[t / config_.page_size], t, is_v), is_v ? kRowV : kRowK, write});
+          out.push_back({at(layer, (write ? r.pages : r.cached_pages)[t / config_.page_size], t, is_v), is_v ? kRowV : kRowK, write});
     }
     return out;
   }
@@ -215,7 +216,7 @@ class Traffic {
       const int32_t end = !write ? r.granted.cached : r.granted.stores ? r.granted.tokens : 0;
       for (int32_t t = first; t < end; ++t)
         for (const bool is_v : {false, true})
-          visit(at(layer, r.pages[t / config_.page_size], t, is_v), mix(r.digests[t], layer * 2 + is_v));
+          visit(at(layer, (write ? r.pages : r.cached_pages)[t / config_.page_size], t, is_v), mix(r.digests[t], layer * 2 + is_v));
     }
   }
 
@@ -249,9 +250,7 @@ class Traffic {
     const size_t n = 1 + pick(4) * pick(2);
     s->hashes.reserve(n);
     for (size_t i = 0; i < n; ++i) {
-      // Some users come more often than others.
-      const int32_t everybody = static_cast<int32_t>(users_.size());
-      const size_t id = std::min(pick(everybody), pick(everybody));
+      const size_t id = pick(static_cast<int32_t>(users_.size()));
       User& user = users_[id];
       visit(id);
       std::vector<uint64_t> history = user.history;
@@ -281,6 +280,7 @@ class Traffic {
       Row& row = (*s.rows)[i];
       row.granted = granted;
       row.pages.assign(batch.pages.begin() + granted.first_page, batch.pages.begin() + granted.first_page + granted.num_pages);
+      for (int32_t p = 0; p * config_.page_size < granted.cached; ++p) row.cached_pages.push_back(batch.cached_page(granted, p));
       expect(granted.cached <= granted.tokens, "more tokens are cached than were asked for");
       const int32_t covered = granted.stores ? granted.tokens : granted.cached;
       if (granted.num_pages * config_.page_size < covered) {

@@ -22,9 +22,11 @@ APPROXIMATIONS = ("positions",)
 Check = Callable[[Parts, Host], str]
 
 
-def check(parts: Parts, host: Host, cache: KVCache, positions: str, approximate: Collection[str]) -> None:
-    """Raises:
-    AttachError: with one paragraph per factor that stands against reuse.
+def check(parts: Parts, host: Host, cache: KVCache, positions: str, approximate: Collection[str]) -> list[str]:
+    """Returns: the factors that were found and are accepted, which make reuse inexact.
+
+    Raises:
+        AttachError: with one paragraph per factor that stands against reuse.
     """
     names = {approximate} if isinstance(approximate, str) else set(approximate)
     unknown = sorted(names - set(APPROXIMATIONS))
@@ -41,6 +43,7 @@ def check(parts: Parts, host: Host, cache: KVCache, positions: str, approximate:
         found += [("cache", text) for text in _check_cache(parts, cache) if text]
     if found:
         raise AttachError("\n\n".join(text for _, text in found), tuple(name for name, _ in found))
+    return [name for name, _ in refused if name in names]
 
 
 def refusals(parts: Parts, host: Host, *, replaced: bool = False) -> Iterator[tuple[str, str]]:

@@ -25,6 +25,7 @@ class Request(NamedTuple):
     Attributes:
         context_keys: `None` for a model without context features.
         token_hashes: one per history token, row after row, or `None` without the content check.
+        times: in seconds, of each row's last token, from which the model's own encoder counts; `None` unless asked for.
     """
 
     users: torch.Tensor
@@ -32,6 +33,7 @@ class Request(NamedTuple):
     candidates: torch.Tensor
     context_keys: torch.Tensor | None
     token_hashes: torch.Tensor | None
+    times: torch.Tensor | None = None
 
 
 class Context(NamedTuple):
@@ -50,6 +52,7 @@ class FeatureSpec:
         user: holds one id per row.
         post_id: the history feature whose lengths the model takes for those of the history.
         time: when each history event happened, in seconds.
+        query: when each candidate is asked for, in seconds; a feature of the candidates.
         history: all features that run along the history, `post_id` and `time` among them.
         context: in the order of the context rows.
     """
@@ -57,10 +60,18 @@ class FeatureSpec:
     user: str
     post_id: str
     time: str
+    query: str
     history: tuple[str, ...]
     context: tuple[Context, ...]
 
-    def read(self, features: KeyedJaggedTensor, candidates: KeyedJaggedTensor, *, content_check: bool) -> Request:
+    def read(
+        self,
+        features: KeyedJaggedTensor,
+        candidates: KeyedJaggedTensor,
+        *,
+        content_check: bool,
+        with_times: bool = False,
+    ) -> Request:
         """Reads a batch. Features on a device cost synchronisations: keep them on the host.
 
         Raises:
@@ -93,7 +104,23 @@ class FeatureSpec:
                 context_keys = _mix_context(context_keys, values, by_key[one.name], one.max_length, met)
         hashes = jagged.token_hashes(features, self.history).cpu() if content_check else None
         users = features[self.user].values().to(device="cpu", dtype=torch.int64)
-        return Request(users, histories, counts, context_keys, hashes)
+        times = self._times(features, candidates, histories, counts) if with_times else None
+        return Request(users, histories, counts, context_keys, hashes, times)
+
+    def _times(
+        self, features: KeyedJaggedTensor, candidates: KeyedJaggedTensor, histories: torch.Tensor, counts: torch.Tensor
+    ) -> torch.Tensor:
+        keys = candidates.keys()
+        if self.query not in keys:
+            raise InputError(f"candidates_features has no key {self.query!r}; it has {', '.join(keys)}")
+        asked, events = candidates[self.query].values(), features[self.time].values()
+        if not torch.equal(candidates[self.query].lengths().to(device="cpu", dtype=torch.int64), counts):
+            raise InputError(f"candidates_features[{self.query!r}] has not one value per candidate")
+        none = torch.zeros(1, dtype=torch.int64)
+        asked, events = (torch.cat((none, one.to(device="cpu", dtype=torch.int64))) for one in (asked, events))
+        # With the zero in front, the end of a row is the place of its last value.
+        last_event = events[torch.where(histories > 0, histories.cumsum(0), 0)]
+        return torch.where(counts > 0, asked[counts.cumsum(0)], last_event)
 
 
 def read_spec(config: Any, user_feature: str | None) -> FeatureSpec:
@@ -138,6 +165,7 @@ def read_spec(config: Any, user_feature: str | None) -> FeatureSpec:
         user_feature,
         config.uih_post_id_feature_name,
         config.uih_action_time_feature_name,
+        config.candidates_querytime_feature_name,
         history,
         context,
     )

@@ -19,6 +19,7 @@ from mtserve_plugin.cache import KVCache, NoCache
 from mtserve_plugin.errors import CacheError, OnloadError
 from mtserve_plugin.integrations.generative_recommenders.features import FeatureSpec, Request
 from mtserve_plugin.integrations.generative_recommenders.run import Run, entered
+from mtserve_plugin.integrations.generative_recommenders.staleness import Refresher
 from mtserve_plugin.integrations.generative_recommenders.weights import Fingerprint, WeightWatch
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Options:
         features: `None` for parts that run under an enclosing batch.
         context_rows: that the model puts in front of every history.
         split: `preprocess` and `main_forward` are called separately.
+        refresher: `None` where nothing cached becomes stale, or nobody bounds it.
     """
 
     cache: KVCache
@@ -45,6 +47,7 @@ class Options:
     context_rows: int
     content_check: bool
     split: bool
+    refresher: Refresher | None = None
 
 
 @dataclass
@@ -187,19 +190,26 @@ class State:
     def _read(self, features: KeyedJaggedTensor, candidates: KeyedJaggedTensor) -> Request:
         assert self.options.features is not None
         hashed = self.options.content_check and not isinstance(self.options.cache, NoCache)
-        return self.options.features.read(features, candidates, content_check=hashed)
+        refresher = self.options.refresher
+        timed = refresher is not None and refresher.needs_times
+        return self.options.features.read(features, candidates, content_check=hashed, with_times=timed)
 
     def _open(self, request: Request, cache: KVCache) -> Run:
         version, seen = self.weights.version()
-        batch = cache.begin(
-            request.users,
-            request.history_lengths,
-            num_candidates=request.candidates,
-            context_tokens=self.options.context_rows,
-            token_hashes=request.token_hashes,
-            context_keys=request.context_keys,
-            version=version,
-        )
+
+        def begin() -> CacheBatch:
+            return cache.begin(
+                request.users,
+                request.history_lengths,
+                num_candidates=request.candidates,
+                context_tokens=self.options.context_rows,
+                token_hashes=request.token_hashes,
+                context_keys=request.context_keys,
+                version=version,
+            )
+
+        refresher = self.options.refresher if cache is self.options.cache else None
+        batch = begin() if refresher is None else refresher.begin(request, version, begin)
 
         def finish() -> None:
             if not self._drop_if_changed(batch, seen):

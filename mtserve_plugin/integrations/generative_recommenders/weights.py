@@ -106,21 +106,20 @@ class WeightWatch:
                     yield tensor
 
 
-def check_version(cache: KVCache, version: str | None, modules: Iterable[nn.Module]) -> None:
-    """Remembers which weights a version names.
+def check_version(cache: KVCache, version: str | None, modules: Iterable[nn.Module], positions: str) -> None:
+    """Remembers which weights a version names, and how positions are counted with them.
 
     Raises:
-        AttachError: other weights were attached to the same cache under the same version.
+        AttachError: others were attached to the same cache under the same version.
     """
     if version is None or isinstance(cache, NoCache):
         return
     known = _digests.setdefault(cache, {})
-    digest = _digest(modules)
+    digest = _digest(modules) + positions.encode()
     if known.setdefault(version, digest) != digest:
         raise AttachError(
-            f"version: other weights were attached to this cache under version={version!r}; their keys and "
-            "values would be "
-            "read as this model's. Give each set of weights its own version",
+            f"version: other weights, or other positions, were attached to this cache under version={version!r}; "
+            "their keys and values would be read as this model's. Give each set of weights its own version",
             ("version",),
         )
 
