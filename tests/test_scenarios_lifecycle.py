@@ -159,6 +159,8 @@ def test_e2_the_index_forgets_users_that_come_once():
         ({"onload_strategy": "teleport"}, ["onload_strategy"]),
         ({"offload_strategy": None}, ["offload_strategy"]),
         ({"onload_strategy": "staged", "host_bytes": 1 << 20}, ["onload_pages"]),
+        ({"read_onload_region": 1}, ["read_onload_region"]),
+        ({"read_onload_region": True}, ["read_onload_region", "staged"]),
         ({"page_sise": 32}, ["page_sise"]),
         ({"device": "cuda"}, ["device"]),
     ],

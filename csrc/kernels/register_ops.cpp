@@ -133,10 +133,13 @@ void append_pages_op(Tensor table, int64_t layer, const Tensor& k, const Tensor&
   CHECK_ARG(table.size(2) == page_size * (k_row + v_row), "table has pages of ", table.size(2),
             " elements; page_size=", page_size, " token rows of k and v are ", page_size * (k_row + v_row));
   const int64_t limit = table.size(1) * page_size;
+  int64_t stored = 0;
   for (int64_t t = 0; t < tokens; ++t) {
     CHECK_ARG(at.data[t] >= -1 && at.data[t] < limit, "slots[", t, "] is ", at.data[t], "; the table has ",
               limit, " slots (-1 skips)");
+    stored += at.data[t] >= 0;
   }
+  if (stored == 0) return;
 
   const auto dense_rows = [](const Tensor& x) {
     const bool dense = (x.size(2) == 1 || x.stride(2) == 1) && (x.size(1) == 1 || x.stride(1) == x.size(2));
@@ -155,8 +158,9 @@ void append_pages_op(Tensor table, int64_t layer, const Tensor& k, const Tensor&
   args.k_bytes = k_row * bytes;
   args.v_bytes = v_row * bytes;
   args.slots = at.data;
-  const int64_t grain =
-      std::max<int64_t>(1, kCopyGrainBytes / std::max<int64_t>(1, args.k_bytes + args.v_bytes));
+  // Most rows of a batch are candidates, which are skipped: what is stored decides whether threads are worth waking.
+  const int64_t share = (args.k_bytes + args.v_bytes) * stored / tokens;
+  const int64_t grain = std::max<int64_t>(1, kCopyGrainBytes / std::max<int64_t>(1, share));
   torch::stable::parallel_for(0, tokens, grain,
                               [&](int64_t begin, int64_t end) { append_pages(args, begin, end); });
 }

@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mtserve_plugin.models.features import build_features
     from mtserve_plugin.models.hstu import HSTURanker, HSTURankerConfig
+    from mtserve_plugin.models.sasrec import SASRec, SASRecConfig
 
-__all__ = ["HSTURanker", "HSTURankerConfig", "build_features"]
+__all__ = ["HSTURanker", "HSTURankerConfig", "SASRec", "SASRecConfig", "build_features"]
 
-_HOMES = {"HSTURanker": "hstu", "HSTURankerConfig": "hstu", "build_features": "features"}
+_HOMES = {
+    "HSTURanker": "hstu",
+    "HSTURankerConfig": "hstu",
+    "SASRec": "sasrec",
+    "SASRecConfig": "sasrec",
+    "build_features": "features",
+}
 
 
 def __getattr__(name: str) -> Any:

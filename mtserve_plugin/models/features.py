@@ -125,17 +125,20 @@ def read_request(features: KeyedJaggedTensor) -> Request:
         raise InputError(f"features holds {features.values().dtype}; expected int64 ids and seconds")
     rows = features.stride()
     lengths = features.lengths().to(device="cpu", dtype=torch.int64).view(len(keys), rows)
-    if (total := int(lengths.sum())) != features.values().numel():
+    sizes = lengths.sum(1).tolist()
+    if (total := sum(sizes)) != features.values().numel():
         raise InputError(f"features holds {features.values().numel()} values; its lengths sum to {total}")
     by_key = dict(zip(keys, lengths.unbind(0), strict=True))
-    wanted = {"user": 1, "now": 1, "action": by_key["item"], "time": by_key["item"]}
-    for key, expected in wanted.items():
-        wrong = by_key[key] != expected
-        if bool(wrong.any()):
-            row = int(wrong.int().argmax())
+    one = torch.ones_like(by_key["item"])
+    for key, expected in (("user", one), ("now", one), ("action", by_key["item"]), ("time", by_key["item"])):
+        if not torch.equal(by_key[key], expected):
+            row = int((by_key[key] != expected).int().argmax())
             what = "as many as 'item'" if key in HISTORY_KEYS else "1"
             raise InputError(f"features[{key!r}] has {int(by_key[key][row])} values in row {row}; expected {what}")
-    return Request(features["user"].values().cpu(), by_key["item"], by_key["candidate"])
+    # A slice: `features["user"]` would work out the lengths and offsets of all keys again.
+    first = sum(sizes[: keys.index("user")])
+    users = features.values()[first : first + rows].cpu()
+    return Request(users, by_key["item"], by_key["candidate"])
 
 
 def _tensor(array: Array) -> torch.Tensor | Sequence[int]:
