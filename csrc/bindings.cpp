@@ -184,6 +184,13 @@ NB_MODULE(_core, m) {
            })
       .def("commit", [](Engine& self, NativeBatch& b) { self.commit(b.open); })
       .def("abort", [](Engine& self, NativeBatch& b) { if (b.open.batch.open) self.abort(b.open); })
+      .def("start_timeline", [](Engine& self, size_t limit) { self.runtime().timeline.start(limit); }, "limit"_a)
+      .def("take_timeline",
+           [](Engine& self) {
+             nb::list out;
+             for (const Timeline::Span& s : self.runtime().timeline.take()) out.append(nb::make_tuple(s.stream, s.name, s.begin, s.end));
+             return out;
+           })
       .def("prefetch", [](Engine& self, std::vector<int64_t> users, uint32_t version) { self.prefetch(users, version); })
       .def("evict", [](Engine& self, std::vector<int64_t> users) { self.evict(users); })
       .def("clear", &Engine::clear)

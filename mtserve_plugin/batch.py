@@ -133,7 +133,7 @@ class CacheBatch:
         """`[B + 1]` int64 on the host: row b's dense tokens are `offsets[b]:offsets[b + 1]`."""
         return self.layout.offsets
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """Dense rows of the whole batch: the first dimension of q, k and v."""
         return int(self._layout[5, -1])

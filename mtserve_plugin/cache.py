@@ -7,7 +7,9 @@ import logging
 import os
 import weakref
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
@@ -199,6 +201,20 @@ class NoCache(KVCache):
         return {"requests": self._requests, "history_tokens": self._history_tokens, "hit_tokens": 0}
 
 
+class Span(NamedTuple):
+    """A piece of a stream's work, in seconds of `time.perf_counter` (Linux: of CLOCK_MONOTONIC).
+
+    Attributes:
+        stream: "onload", "scatter", "offload", or one of the threads that issue and complete their work.
+        name: what was done, e.g. "onload copy".
+    """
+
+    stream: str
+    name: str
+    begin: float
+    end: float
+
+
 class HierarchicalKVCache(KVCache):
     """The two-tier cache: pages on the device, chunks in host memory (MTServe, section 4).
 
@@ -354,6 +370,22 @@ class HierarchicalKVCache(KVCache):
         stats["host_bytes"] = self._engine.host_capacity()
         stats["table_bytes"] = self.table.numel() * self.table.element_size()
         return stats
+
+    @contextmanager
+    def timeline(self, limit: int = 100_000) -> Iterator[list[Span]]:
+        """What the cache's streams did while the block ran, in the list that it yields, filled when the block ends.
+
+        Args:
+            limit: spans that are kept, the first ones. One is recorded per copy or scatter of a layer's slice.
+        """
+        self.check_process()
+        spans: list[Span] = []
+        self._engine.start_timeline(limit)
+        try:
+            yield spans
+        finally:
+            for stream, name, begin, end in self._engine.take_timeline():
+                spans.append(Span(stream, name, begin * 1e-9, end * 1e-9))
 
     def lengths(self, user_id: int, *, version: str = "") -> dict[str, int] | None:
         """What is stored for a user, in tokens: `committed`, `device`, `persisted`; `None` for an unknown user."""

@@ -43,10 +43,12 @@ class StepClock:
 
     Attributes:
         seconds: by step, of all batches since it was entered; a step that did not occur is absent.
+        spans: name, begin and end of every step, in seconds of `time.perf_counter`; only if asked for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_spans: bool = False) -> None:
         self.seconds: dict[str, float] = {}
+        self.spans: list[tuple[str, float, float]] | None = [] if keep_spans else None
         self._token: Token[StepClock | None] | None = None
 
     def __enter__(self) -> StepClock:
@@ -77,8 +79,10 @@ class step:
 
     def __exit__(self, *error: object) -> None:
         if self._clock is not None:
-            seconds = self._clock.seconds
-            seconds[self._name] = seconds.get(self._name, 0.0) + time.perf_counter() - self._began
+            end, seconds = time.perf_counter(), self._clock.seconds
+            seconds[self._name] = seconds.get(self._name, 0.0) + end - self._began
+            if self._clock.spans is not None:
+                self._clock.spans.append((self._name, self._began, end))
         if self._range is not None:
             self._range.__exit__(*error)
 

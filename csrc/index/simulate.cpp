@@ -39,19 +39,20 @@ void Simulation::add(int64_t user, int64_t length, bool invalidated) {
   if (at == kNoEntry) {
     at = static_cast<EntryId>(previous_.size());
     known_.insert(user, 0, at);
-    previous_.push_back(0);
+    previous_.emplace_back();
   }
+  Previous& previous = previous_[at];
   if (invalidated)
-    invalid_.push_back(user);
+    ++previous.history;
   else
-    totals_.committed_before_tokens += std::min(previous_[at], tokens);
-  previous_[at] = tokens;
+    totals_.committed_before_tokens += std::min(previous.tokens, tokens);
+  previous.tokens = tokens;
+  row.context_key = previous.history;  // with another key the index takes nothing of what it has for a prefix
 }
 
 void Simulation::serve() {
   if (rows_.empty()) return;
   const auto started = std::chrono::steady_clock::now();
-  if (!invalid_.empty()) index_.evict(invalid_);
   Batch batch;
   tasks_.clear();
   index_.begin(rows_, 0, 0, batch, tasks_);
@@ -59,11 +60,11 @@ void Simulation::serve() {
   tasks_.clear();
   index_.commit(batch, tasks_);
   schedule(tasks_);
-  complete(batches_++);
+  complete(batches_);
+  ++batches_;
   totals_.index_ns += static_cast<uint64_t>(
       std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - started).count());
   rows_.clear();
-  invalid_.clear();
 }
 
 void Simulation::schedule(std::vector<TransferTask>& tasks) {

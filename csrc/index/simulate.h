@@ -37,6 +37,11 @@ class Simulation {
     TransferTask task;
   };
 
+  struct Previous {
+    int32_t tokens = 0;
+    uint32_t history = 0;  // which of the histories that began anew
+  };
+
   bool has(int64_t user) const;
   void add(int64_t user, int64_t length, bool invalidated);
   void serve();
@@ -47,13 +52,12 @@ class Simulation {
   const size_t batch_size_;
   const int64_t offload_delay_;
   std::vector<RowRequest> rows_;
-  std::vector<int64_t> invalid_;  // users of the batch whose cached tokens are no prefix any more
   std::vector<TransferTask> tasks_;
   std::vector<Block> freed_;
   std::deque<Offload> offloads_;
   int64_t batches_ = 0;
-  UserMap known_;                  // user to place in previous_
-  std::vector<int32_t> previous_;  // history length at the latest request
+  UserMap known_;                   // user to place in previous_
+  std::vector<Previous> previous_;  // the latest request of each user
   Totals totals_;
 };
 

@@ -13,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "runtime/timeline.h"
+
 namespace mtserve {
 
 // Bytes that an operation reads or writes.
@@ -79,6 +81,7 @@ class Runtime {
   virtual void unlocking() {}
 
   Faults faults;
+  Timeline timeline;  // of the streams; empty in runtimes without real time
 };
 
 }  // namespace mtserve

@@ -62,7 +62,7 @@ class ThreadEvent : public Event {
 
 class ThreadStream : public Stream {
  public:
-  explicit ThreadStream(const std::string& name) : thread_([this] { run(); }) {
+  ThreadStream(const std::string& name, Timeline& timeline) : name_(name), timeline_(timeline), thread_([this] { run(); }) {
     pthread_setname_np(thread_.native_handle(), ("mts-" + name).substr(0, 15).c_str());
   }
 
@@ -76,7 +76,14 @@ class ThreadStream : public Stream {
     thread_.join();
   }
 
-  void launch(const char*, std::function<void()> work, const AccessList&) override { push(std::move(work)); }
+  void launch(const char* name, std::function<void()> work, const AccessList&) override {
+    if (!timeline_.is_on()) return push(std::move(work));
+    push([this, name, work = std::move(work)] {
+      const int64_t begin = Timeline::now();
+      work();
+      timeline_.add(name_, name, begin);
+    });
+  }
 
   void record(const EventPtr& event) override {
     static_cast<ThreadEvent&>(*event).recorded();
@@ -111,6 +118,8 @@ class ThreadStream : public Stream {
     }
   }
 
+  const std::string name_;
+  Timeline& timeline_;
   std::mutex mutex_;
   std::condition_variable ready_;
   std::deque<std::function<void()>> queue_;
@@ -147,8 +156,8 @@ class ThreadLatch : public Latch {
 
 }  // namespace
 
-std::unique_ptr<Stream> ThreadsRuntime::make_stream(const std::string& name) { return std::make_unique<ThreadStream>(name); }
-std::unique_ptr<Stream> ThreadsRuntime::make_host_thread(const std::string& name) { return std::make_unique<ThreadStream>(name); }
+std::unique_ptr<Stream> ThreadsRuntime::make_stream(const std::string& name) { return std::make_unique<ThreadStream>(name, timeline); }
+std::unique_ptr<Stream> ThreadsRuntime::make_host_thread(const std::string& name) { return std::make_unique<ThreadStream>(name, timeline); }
 std::unique_ptr<Stream> ThreadsRuntime::make_caller_stream() { return std::make_unique<CallerStream>(); }
 EventPtr ThreadsRuntime::make_event() { return std::make_shared<ThreadEvent>(); }
 std::unique_ptr<Latch> ThreadsRuntime::make_latch() { return std::make_unique<ThreadLatch>(); }

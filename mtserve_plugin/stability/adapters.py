@@ -121,8 +121,8 @@ class HostAdapter:
     ) -> None:
         self._model = model
         self._context_rows = context_rows
-        self._arguments = arguments
-        self._identity = identity
+        self.arguments = arguments
+        self.identity = identity
 
     def encode(self, histories: Histories) -> Encoding:
         return self._encode(histories, None)
@@ -130,7 +130,7 @@ class HostAdapter:
     def reuse(self, before: Histories, after: Histories) -> Reuse:
         old = self._encode(before, None)
         assert old.identity is not None
-        same = old.identity == self._identity(after)
+        same = old.identity == self.identity(after)
         scores = self._encode(after, dataclasses.replace(old, lengths=torch.where(same, old.lengths, 0)), old.lengths)
         return Reuse(scores.scores, int((before.lengths * same).sum()))
 
@@ -155,14 +155,14 @@ class HostAdapter:
             layers.append((k[kept], v[kept]))
             return k, v
 
-        with _watched(tap), torch.no_grad():
-            output = self._model(*self._arguments(histories))
+        with watched(tap), torch.no_grad():
+            output = self._model(*self.arguments(histories))
         if not layers:
             raise InputError(
                 "the model ran without hstu_compute_uqvk: fused kernels do not give keys and values out; "
                 "call model.set_hammer_kernel(HammerKernel.PYTORCH) before the audit"
             )
-        return Encoding(layers, lengths, _dlrm_scores(output), self._identity(histories))
+        return Encoding(layers, lengths, _dlrm_scores(output), self.identity(histories))
 
 
 # ---- a batch that remembers ------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ def _swap_attached(model: nn.Module, cache: KVCache) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(tap: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+def watched(tap: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
     """Puts `tap` behind the host's projection operator, where the host's own attention looks it up."""
     operators: Any = sys.modules[f"{_HOST}.ops.hstu_compute"]
     original = operators.hstu_compute_uqvk

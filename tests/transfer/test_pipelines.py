@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
 import torch
 
 from mtserve_plugin import CacheConfig, CacheError, HierarchicalKVCache, OnloadError
+from tests.cache import driver
 
 LAYERS = 6
 STRATEGIES = [("direct", "direct"), ("staged", "direct"), ("direct", "staged"), ("staged", "staged")]
@@ -146,3 +148,29 @@ def test_close_drains_and_a_later_begin_is_refused() -> None:
     cache.abort(batch)
     with pytest.raises(CacheError, match="closed"):
         cache.begin([1], [20], num_candidates=0)
+
+
+@pytest.mark.parametrize("strategy", ["direct", "staged"])
+def test_the_timeline_tells_what_the_streams_did(strategy):
+    pages = 20 if strategy == "staged" else 0
+    options = {"onload_strategy": strategy, "offload_strategy": strategy, "onload_pages": pages}
+    with HierarchicalKVCache(driver.tiny_config(num_pages=40, chunks=8, **options)) as cache:
+        begin = time.perf_counter()
+        with cache.timeline() as spans:
+            driver.visit(cache, (1, 33))
+            cache.flush()
+            driver.push_out(cache)
+            driver.visit(cache, (1, 35))
+            assert spans == []
+        end = time.perf_counter()
+        assert {"onload", "offload"} <= {span.stream for span in spans}
+        assert ("scatter" in {span.stream for span in spans}) == (strategy == "staged")
+        assert all(begin <= span.begin <= span.end <= end for span in spans)
+        for stream in ("onload", "offload"):
+            mine = [span for span in spans if span.stream == stream]
+            assert all(a.end <= b.begin for a, b in itertools.pairwise(mine)), "a stream runs one thing at a time"
+        driver.visit(cache, (1, 40))
+        with cache.timeline(limit=1) as few:
+            driver.visit(cache, (2, 33))
+            cache.flush()
+        assert len(few) == 1
