@@ -202,7 +202,7 @@ def test_b4_no_endless_exchange_with_the_tail_write_back(make):
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("how", ["clear", "evict"])
 def test_b5_late_completions_of_cleared_work_are_ignored(ok, gathered, how):
-    idx = index(num_pages=60, chunks=6)
+    idx = index(num_pages=60, chunks=6, tail_write_back=False)
     tasks = store(idx, 1, 35) + store(idx, 2, 35)
     assert len(tasks) == 2
     if gathered:
@@ -382,7 +382,7 @@ def test_d2_an_edit_while_the_old_content_is_in_transit(at):
 
 
 def test_b6_an_onload_never_reads_a_block_that_is_being_replaced():
-    idx = index(num_pages=12, chunks=3)
+    idx = index(num_pages=12, chunks=3, tail_write_back=False)
     store(idx, 1, 5)
     carry_out(idx, idx.plan_flush())
     store(idx, 1, 13)

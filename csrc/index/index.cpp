@@ -489,7 +489,7 @@ bool Index::write_back_coldest(std::vector<TransferTask>& offloads) {
 
 int64_t Index::clean_target() const {
   const int64_t pages = pages_.total();
-  return std::min(pages / 2, std::max(pages / 8, int64_t{16} * recent_need_));
+  return std::min(pages, std::max(pages / 8, int64_t{16} * recent_need_));
 }
 
 void Index::plan_flush(std::vector<TransferTask>& offloads) {

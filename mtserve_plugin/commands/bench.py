@@ -82,3 +82,51 @@ def transfer(
         if result.problems:
             print_problems(console(stderr=True), result.problems)
             raise typer.Exit(FAILED_CHECK)
+
+
+@bench.command()
+def forward(
+    history: Annotated[list[int], typer.Option(help="Tokens of a request's history; may be given several times.")] = [  # noqa: B006
+        2000,
+        4000,
+    ],
+    delta: Annotated[int, typer.Option(help="Of them, tokens that are not cached.")] = 32,
+    candidates: Annotated[int, typer.Option(help="Candidates per request.")] = 64,
+    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 4,
+    heads: Annotated[int, typer.Option(help="Heads of a layer.")] = 4,
+    dim: Annotated[int, typer.Option(help="Dimension of a head, for keys and for values.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Rounds whose median is taken.")] = 7,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the measures here.")] = None,
+) -> None:
+    """Measure whole requests, cached and recomputed, against the arithmetic that their layers need.
+
+    One thread, float32. Where GENERATIVE_RECOMMENDERS names a checkout, a DlrmHSTU of the same sizes is measured too,
+    as it is and attached. The exit code is 1 when scores with the cache differ from recomputed ones.
+
+    Examples:
+
+        mtserve bench forward
+
+        mtserve bench forward --history 8000 --rounds 3 --json forward.json
+    """
+    with reported():
+        check_writable(json_file)
+        with progress_bar() as step:
+            step("importing torch", 0, 1)
+            from mtserve_plugin.bench_forward import bench_forward
+
+            result = bench_forward(
+                histories=history,
+                delta=delta,
+                candidates=candidates,
+                layers=layers,
+                heads=heads,
+                dim=dim,
+                rounds=rounds,
+                on_step=step,
+            )
+        write_json(json_file, result.to_json())
+        print_measures(console(), "forward", result.table())
+        if result.problems:
+            print_problems(console(stderr=True), result.problems)
+            raise typer.Exit(FAILED_CHECK)

@@ -30,13 +30,14 @@ struct Server {
   DeviceTable table;
   std::unique_ptr<Engine> engine;
 
-  Server(int32_t pages, int32_t chunks, EngineOptions options = {}, bool strict = true) {
+  Server(int32_t pages, int32_t chunks, EngineOptions options = {}, bool strict = true, bool tail_write_back = true) {
     config.page_size = kPageSize;
     config.num_pages = pages;
     config.chunk_tokens = kChunk;
     config.slot_tokens = kSlot;
     config.num_chunks = chunks;
     config.offload_quota_tokens = 64;
+    config.tail_write_back = tail_write_back;
     const int32_t region = options.onload == Strategy::staged ? 12 : 0;
     memory.assign(kLayers * (pages + region) * geometry.page_bytes(), std::byte{0xEE});
     table = DeviceTable{memory.data(), pages + region, geometry.page_bytes()};
@@ -226,7 +227,7 @@ void failing_writes() {
   for (const EngineOptions& options : kStrategies)
     for (int n = 1; n <= 10; ++n)
       for (const bool at_reserve : {false, true}) {
-        Server server(40, 14, options);
+        Server server(40, 14, options, true, false);
         (at_reserve ? server.probe.fail_reserve : server.probe.fail_write) = n;
         server.serve(1, 0, 48);
         server.engine->drain();
@@ -301,7 +302,7 @@ void only_committed_rows_move() {
 }
 
 void two_offloads_one_fails() {
-  Server server(60, 14);
+  Server server(60, 14, {}, true, false);
   server.probe.fail_write = 4;  // user 1 has 3 writes
   server.engine->runtime().faults.delay_us = 1'000;
   server.serve(1, 0, 16);
