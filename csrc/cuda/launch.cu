@@ -3,6 +3,8 @@
 #include <algorithm>
 
 #include "cuda/page_kernels.cuh"
+#include "cuda/piece_copy.cuh"
+#include "runtime/copy.h"
 
 namespace mtserve::cuda {
 
@@ -68,6 +70,24 @@ int gather_pages(const void* table, void* buffer, const int32_t* page_ids, const
 int scatter_pages(void* table, const void* buffer, const int32_t* page_ids, const int32_t* num_rows, int64_t n, int64_t layers,
                   int64_t table_layer_stride, int64_t buffer_layer_stride, const PageBytes& bytes, void* stream) {
   return move<true>(table, const_cast<void*>(buffer), page_ids, num_rows, n, layers, table_layer_stride, buffer_layer_stride, bytes, stream);
+}
+
+int copy_pieces(const Piece* pieces, size_t count, void* stream) {
+  for (size_t done = 0; done < count; done += kRuns) {
+    const size_t n = std::min(count - done, static_cast<size_t>(kRuns));
+    Runs runs;
+    int64_t longest = 0;
+    for (size_t i = 0; i < n; ++i) {
+      const Piece& piece = pieces[done + i];
+      runs.run[i] = {reinterpret_cast<unsigned char*>(piece.to), reinterpret_cast<const unsigned char*>(piece.from), piece.bytes};
+      longest = std::max(longest, piece.bytes);
+    }
+    // 16 units of 16 bytes per thread.
+    const dim3 grid(static_cast<unsigned>(std::min<int64_t>(longest / (kThreads * 256) + 1, 1024)), static_cast<unsigned>(n));
+    copy_runs<uint4><<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(runs);
+    if (const int code = cudaGetLastError()) return code;
+  }
+  return 0;
 }
 
 const char* error_name(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }

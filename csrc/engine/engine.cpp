@@ -65,6 +65,7 @@ void Engine::begin(std::span<const RowRequest> requests, int32_t context_tokens,
   {
     Decision decision(*this);
     if (closed_) throw std::runtime_error("the cache is closed");
+    if (const std::string error = runtime_->error(); !error.empty()) throw std::runtime_error("the device cannot be used any more: " + error);
     open.engine = this;
     open.compute = compute != nullptr ? compute : caller_.get();
     index_.begin(requests, context_tokens, version, open.batch, orders.onloads);
@@ -88,6 +89,7 @@ bool Engine::wait(OpenBatch& open, int32_t layer, bool in_pages) {
     open.compute->wait(from_region ? load.landed[layer] : load.ready[layer]);
     good &= !load.failed;
   }
+  good &= open.loads.empty() || runtime_->error().empty();
   if (!open.loads.empty() && open.compute->is_inline()) {
     TransferCounters::Layer& counters = counters_.layers[layer];
     ++counters.waits;
@@ -117,7 +119,7 @@ void Engine::finish(OpenBatch& open, bool publish, bool abandoned) {
   {
     Decision decision(*this);
     // Nothing is published that may have been computed from what never arrived.
-    const bool commits = publish && !closed_ && arrived(open);
+    const bool commits = publish && !closed_ && arrived(open) && runtime_->error().empty();
     remember_use(commits ? index_.commit(open.batch, orders.offloads) : index_.abort(open.batch, abandoned), used);
     in_flight_ += orders.offloads.size();
     if (!orders.offloads.empty()) orders.uses = uses_up_to(UINT64_MAX);
@@ -174,7 +176,7 @@ void Engine::onloads_done(const OnloadPipeline::Group& group) {
   {
     Decision decision(*this);
     for (size_t i = 0; i < group.tasks.size(); ++i) {
-      const bool ok = !group.loads[i]->failed;
+      const bool ok = !group.loads[i]->failed && runtime_->error().empty();
       if (ok) counters_.onload_bytes += task_bytes(places_, group.tasks[i]);
       index_.onload_done(group.tasks[i], ok);
       loads_.erase(group.tasks[i].ticket);
@@ -199,6 +201,7 @@ void Engine::offload_done(const TransferTask& task, bool ok) {
   std::vector<std::shared_ptr<Latch>> drained;
   {
     Decision decision(*this);
+    ok &= runtime_->error().empty();
     if (ok) counters_.offload_bytes += task_bytes(places_, task);
     index_.offload_done(task, ok, orders.offloads);
     in_flight_ += orders.offloads.size();

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/copy.h"
 #include "runtime/timeline.h"
 
 namespace mtserve {
@@ -43,6 +44,8 @@ class Stream {
   // Queues `work`, which must not throw. `name` and `accesses` are for runtimes that check; `accesses` is evaluated
   // inside the call.
   virtual void launch(const char* name, std::function<void()> work, const AccessList& accesses) = 0;
+  // Queues a copy.
+  virtual void copy(CopyOrder order);
   // Marks the moment when everything queued so far is done.
   virtual void record(const EventPtr& event) = 0;
   // Holds what is queued after this until the event is done. Throws std::logic_error on an unrecorded event.
@@ -79,6 +82,16 @@ class Runtime {
   // The calling host thread takes or gives up the lock that guards shared decisions; carries order like a latch.
   virtual void locked() {}
   virtual void unlocking() {}
+  // Host memory that copy engines reach. Throws std::bad_alloc.
+  virtual std::shared_ptr<std::byte> allocate_staging(int64_t bytes) { return allocate(bytes); }
+  // Device memory, to be used on that stream alone and given back in its order. Throws std::bad_alloc.
+  virtual std::shared_ptr<std::byte> allocate_on_device(int64_t bytes, Stream&) { return allocate(bytes); }
+  // The first error of the device, with the call; empty while there was none. Nothing that follows it can be trusted.
+  virtual std::string error() { return {}; }
+
+  static std::shared_ptr<std::byte> allocate(int64_t bytes) {
+    return {new std::byte[static_cast<size_t>(bytes)], std::default_delete<std::byte[]>()};
+  }
 
   Faults faults;
   Timeline timeline;  // of the streams; empty in runtimes without real time

@@ -24,7 +24,7 @@ class HostArena : public Tier {
   void reserve(Block) override {}
   void write(Block block, int32_t layer, std::span<const PageRows> rows) override;
   void read(Block block, int32_t layer, std::span<const PageRows> rows) override;
-  const std::byte* address(Block block, int32_t layer, int32_t page_in_block) const override {
+  std::byte* address(Block block, int32_t layer, int32_t page_in_block) const override {
     return page_at(block, layer, page_in_block);
   }
   void drop(Block) override {}

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "tiers/geometry.h"
-#include "tiers/stream_copy.h"
+#include "runtime/stream_copy.h"
 
 namespace mtserve {
 

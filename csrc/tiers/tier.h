@@ -22,8 +22,9 @@ class Tier {
   // One layer's rows of a block, from or to device pages.
   virtual void write(Block block, int32_t layer, std::span<const PageRows> rows) = 0;
   virtual void read(Block block, int32_t layer, std::span<const PageRows> rows) = 0;
-  // Where a page of a block lies, for tiers that are memory; null otherwise.
-  virtual const std::byte* address(Block, int32_t, int32_t) const { return nullptr; }
+  // Where a page of a block lies, for tiers that are memory; null otherwise. Whoever copies there by itself needs neither
+  // `write` nor `read`.
+  virtual std::byte* address(Block, int32_t, int32_t) const { return nullptr; }
   // The block's bytes are no longer wanted.
   virtual void drop(Block block) = 0;
   // Frees the memory. Nothing is read or written afterwards.

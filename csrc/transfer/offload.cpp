@@ -1,9 +1,6 @@
 #include "transfer/offload.h"
 
-#include <cstring>
-
-#include "tiers/page_copy.h"
-#include "transfer/faults.h"
+#include "runtime/faults.h"
 
 namespace mtserve {
 
@@ -11,7 +8,7 @@ OffloadPipeline::OffloadPipeline(Runtime& runtime, const Places& places, Strateg
     : runtime_(runtime), places_(places), strategy_(strategy), offload_(runtime.make_stream("offload")) {
   if (strategy == Strategy::staged)
     for (size_t i = 0; i < staging_.size(); ++i) {
-      staging_[i] = make_staging(places.slice_bytes());
+      staging_[i] = make_staging(runtime, places.slice_bytes());
       workers_[i] = runtime.make_host_thread("offload worker " + std::to_string(i));
     }
   finisher_ = runtime.make_host_thread("offload done");
@@ -45,6 +42,10 @@ void OffloadPipeline::start(TransferTask task, std::vector<EventPtr> uses, std::
 void OffloadPipeline::issue_direct(const JobPtr& job) {
   for (int32_t layer = 0; layer < places_.geometry.num_layers; ++layer) {
     auto parts = std::make_shared<const std::vector<Slice>>(slices(places_, job->task, layer));
+    if (places_.tier_is_memory()) {
+      offload_->copy(order("offload copy", Route::to_host, job, tier_pieces(places_, *parts, layer, false), &Faults::offload_copy));
+      continue;
+    }
     offload_->launch(
         "offload copy",
         [this, job, parts, layer] {
@@ -66,7 +67,7 @@ void OffloadPipeline::issue_direct(const JobPtr& job) {
 void OffloadPipeline::issue_staged(const JobPtr& job) {
   const Geometry& g = places_.geometry;
   try {
-    job->transient.reset(new std::byte[job->task.pages.size() * static_cast<size_t>(g.num_layers * g.page_bytes())]);
+    job->transient = runtime_.allocate_on_device(static_cast<int64_t>(job->task.pages.size()) * g.num_layers * g.page_bytes(), *offload_);
   } catch (...) {
     job->failed = true;
     return;
@@ -88,26 +89,19 @@ std::byte* OffloadPipeline::transient_page(const Job& job, int32_t layer, int32_
 }
 
 void OffloadPipeline::gather(const JobPtr& job, int32_t layer) {
-  auto parts = std::make_shared<const std::vector<Slice>>(slices(places_, job->task, layer));
-  offload_->launch(
-      "gather",
-      [this, job, parts, layer] {
-        for (const Slice& slice : *parts)
-          for (size_t i = 0; i < slice.rows.size(); ++i) {
-            const PageRows& r = slice.rows[i];
-            copy_rows(places_.geometry, transient_page(*job, layer, slice.first_page + static_cast<int32_t>(i)), r.page, r.first, r.end);
-          }
-      },
-      [&] {
-        Accesses out;
-        for (const Slice& slice : *parts)
-          for (size_t i = 0; i < slice.rows.size(); ++i) {
-            const PageRows& r = slice.rows[i];
-            add_rows(out, places_.geometry, r.page, r.first, r.end, false);
-            add_rows(out, places_.geometry, transient_page(*job, layer, slice.first_page + static_cast<int32_t>(i)), r.first, r.end, true);
-          }
-        return out;
-      });
+  std::vector<Piece> pieces;
+  for (const Slice& slice : slices(places_, job->task, layer))
+    for (size_t i = 0; i < slice.rows.size(); ++i) {
+      const PageRows& r = slice.rows[i];
+      std::byte* to = transient_page(*job, layer, slice.first_page + static_cast<int32_t>(i));
+      add_pieces(pieces, places_.geometry, to, r.page, r.first, r.end);
+    }
+  offload_->copy(order("gather", Route::on_device, job, std::move(pieces)));
+}
+
+CopyOrder OffloadPipeline::order(const char* name, Route route, const JobPtr& job, std::vector<Piece> pieces,
+                                 std::atomic<int64_t> Faults::* fault) const {
+  return {name, route, std::move(pieces), &job->failed, job, &runtime_.faults, fault};
 }
 
 void OffloadPipeline::drain_slice(const JobPtr& job, const Slice& slice, int32_t layer) {
@@ -119,17 +113,7 @@ void OffloadPipeline::drain_slice(const JobPtr& job, const Slice& slice, int32_t
   const int64_t bytes = static_cast<int64_t>(slice.rows.size()) * g.page_bytes();
   const std::byte* from = transient_page(*job, layer, slice.first_page);
   std::byte* to = buffer.bytes.get();
-  offload_->launch(
-      "offload copy",
-      [this, job, from, to, bytes] {
-        try {
-          strike(runtime_.faults, runtime_.faults.offload_copy);
-          std::memcpy(to, from, static_cast<size_t>(bytes));
-        } catch (...) {
-          job->failed = true;
-        }
-      },
-      [&] { return Accesses{{from, bytes, false}, {to, bytes, true}}; });
+  offload_->copy(order("offload copy", Route::to_host, job, {{to, from, bytes}}, &Faults::offload_copy));
   EventPtr landed = runtime_.make_event();
   offload_->record(landed);
 

@@ -29,7 +29,7 @@ class OffloadPipeline {
     std::function<void(const TransferTask&)> gathered;
     std::function<void(const TransferTask&, bool)> done;
     std::atomic<bool> failed{false};
-    std::unique_ptr<std::byte[]> transient;  // staged: [layer][page]
+    std::shared_ptr<std::byte> transient;  // staged, on the device: [layer][page]
   };
   using JobPtr = std::shared_ptr<Job>;
 
@@ -37,6 +37,8 @@ class OffloadPipeline {
   void issue_staged(const JobPtr& job);
   void gather(const JobPtr& job, int32_t layer);
   void drain_slice(const JobPtr& job, const Slice& slice, int32_t layer);
+  CopyOrder order(const char* name, Route route, const JobPtr& job, std::vector<Piece> pieces,
+                  std::atomic<int64_t> Faults::* fault = nullptr) const;
   std::byte* transient_page(const Job& job, int32_t layer, int32_t page) const;
 
   Runtime& runtime_;

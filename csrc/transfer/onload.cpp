@@ -1,10 +1,8 @@
 #include "transfer/onload.h"
 
 #include <algorithm>
-#include <cstring>
 
-#include "tiers/page_copy.h"
-#include "transfer/faults.h"
+#include "runtime/faults.h"
 
 namespace mtserve {
 
@@ -17,7 +15,7 @@ OnloadPipeline::OnloadPipeline(Runtime& runtime, const Places& places, Strategy 
       finisher_(runtime.make_host_thread("onload done")),
       issuer_(runtime.make_host_thread("onload issue")) {
   if (strategy == Strategy::staged)
-    for (StagingBuffer& buffer : staging_) buffer = make_staging(places.slice_bytes());
+    for (StagingBuffer& buffer : staging_) buffer = make_staging(runtime, places.slice_bytes());
 }
 
 void OnloadPipeline::start(Group group, std::function<void(const Group&)> done) {
@@ -52,25 +50,34 @@ void OnloadPipeline::issue(const Group& group) {
 
 void OnloadPipeline::issue_direct(const TransferTask& task, const LoadPtr& load, int32_t layer) {
   auto parts = std::make_shared<const std::vector<Slice>>(slices(places_, task, layer));
-  onload_->launch(
-      "onload copy",
-      [this, parts, load, layer] {
-        if (load->failed) return;
-        try {
-          strike(runtime_.faults, runtime_.faults.onload_copy);
-          for (const Slice& slice : *parts) places_.tier->read(slice.block, layer, slice.rows);
-        } catch (...) {
-          load->failed = true;
-        }
-      },
-      [&] { return slice_accesses(places_, *parts, layer, true); });
+  if (places_.tier_is_memory()) {
+    onload_->copy(order("onload copy", Route::to_device, load, tier_pieces(places_, *parts, layer, true), &Faults::onload_copy));
+  } else {
+    onload_->launch(
+        "onload copy",
+        [this, parts, load, layer] {
+          if (load->failed) return;
+          try {
+            strike(runtime_.faults, runtime_.faults.onload_copy);
+            for (const Slice& slice : *parts) places_.tier->read(slice.block, layer, slice.rows);
+          } catch (...) {
+            load->failed = true;
+          }
+        },
+        [&] { return slice_accesses(places_, *parts, layer, true); });
+  }
   onload_->record(load->ready[layer]);
 }
 
+CopyOrder OnloadPipeline::order(const char* name, Route route, const LoadPtr& load, std::vector<Piece> pieces,
+                                std::atomic<int64_t> Faults::* fault) const {
+  return {name, route, std::move(pieces), &load->failed, load, &runtime_.faults, fault};
+}
+
 void OnloadPipeline::issue_staged(const TransferTask& task, const LoadPtr& load, int32_t layer) {
-  auto parts = std::make_shared<const std::vector<Slice>>(slices(places_, task, layer));
+  const std::vector<Slice> parts = slices(places_, task, layer);
   const Geometry& g = places_.geometry;
-  for (const Slice& slice : *parts) {
+  for (const Slice& slice : parts) {
     // Host-side preparation of one buffer overlaps the copy engine's work on the other.
     StagingBuffer& buffer = staging_[staged_slices_++ % staging_.size()];
     if (buffer.free != nullptr) runtime_.synchronize(buffer.free);
@@ -88,17 +95,7 @@ void OnloadPipeline::issue_staged(const TransferTask& task, const LoadPtr& load,
       load->failed = true;
     }
     std::byte* to = places_.table.page(layer, task.region + slice.first_page);
-    onload_->launch(
-        "onload copy",
-        [this, load, to, from = buffer.bytes.get(), bytes] {
-          try {
-            strike(runtime_.faults, runtime_.faults.onload_copy);
-            std::memcpy(to, from, static_cast<size_t>(bytes));
-          } catch (...) {
-            load->failed = true;
-          }
-        },
-        [&] { return Accesses{{buffer.bytes.get(), bytes, false}, {to, bytes, true}}; });
+    onload_->copy(order("onload copy", Route::to_device, load, {{to, buffer.bytes.get(), bytes}}, &Faults::onload_copy));
     buffer.free = runtime_.make_event();
     onload_->record(buffer.free);
   }
@@ -107,32 +104,16 @@ void OnloadPipeline::issue_staged(const TransferTask& task, const LoadPtr& load,
 }
 
 // From the region into the user's pages.
-void OnloadPipeline::scatter(const TransferTask& task, const LoadPtr& load, int32_t layer,
-                             const std::shared_ptr<const std::vector<Slice>>& parts) {
-  const auto region = [table = places_.table, layer, first = task.region](const Slice& slice, size_t i) {
-    return table.page(layer, first + slice.first_page + static_cast<PageId>(i));
-  };
+void OnloadPipeline::scatter(const TransferTask& task, const LoadPtr& load, int32_t layer, const std::vector<Slice>& parts) {
+  std::vector<Piece> pieces;
+  for (const Slice& slice : parts)
+    for (size_t i = 0; i < slice.rows.size(); ++i) {
+      const PageRows& r = slice.rows[i];
+      const PageId from = task.region + slice.first_page + static_cast<PageId>(i);
+      add_pieces(pieces, places_.geometry, r.page, places_.table.page(layer, from), r.first, r.end);
+    }
   scatter_->wait(load->landed[layer]);
-  scatter_->launch(
-      "scatter",
-      [this, parts, load, region] {
-        if (load->failed) return;
-        for (const Slice& slice : *parts)
-          for (size_t i = 0; i < slice.rows.size(); ++i) {
-            const PageRows& r = slice.rows[i];
-            copy_rows(places_.geometry, r.page, region(slice, i), r.first, r.end);
-          }
-      },
-      [&] {
-        Accesses out;
-        for (const Slice& slice : *parts)
-          for (size_t i = 0; i < slice.rows.size(); ++i) {
-            const PageRows& r = slice.rows[i];
-            add_rows(out, places_.geometry, r.page, r.first, r.end, true);
-            add_rows(out, places_.geometry, region(slice, i), r.first, r.end, false);
-          }
-        return out;
-      });
+  scatter_->copy(order("scatter", Route::on_device, load, std::move(pieces)));
   scatter_->record(load->ready[layer]);
 }
 

@@ -36,7 +36,9 @@ class OnloadPipeline {
   void issue(const Group& group);
   void issue_direct(const TransferTask& task, const LoadPtr& load, int32_t layer);
   void issue_staged(const TransferTask& task, const LoadPtr& load, int32_t layer);
-  void scatter(const TransferTask& task, const LoadPtr& load, int32_t layer, const std::shared_ptr<const std::vector<Slice>>& parts);
+  void scatter(const TransferTask& task, const LoadPtr& load, int32_t layer, const std::vector<Slice>& parts);
+  CopyOrder order(const char* name, Route route, const LoadPtr& load, std::vector<Piece> pieces,
+                  std::atomic<int64_t> Faults::* fault = nullptr) const;
 
   Runtime& runtime_;
   const Places places_;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "index/types.h"
+#include "runtime/copy.h"
 #include "runtime/runtime.h"
 #include "tiers/device_table.h"
 #include "tiers/tier.h"
@@ -24,6 +25,8 @@ struct Places {
   int32_t chunk_tokens = 0;
   Tier* tier = nullptr;
 
+  // Whether blocks lie in memory that streams can copy from and to.
+  bool tier_is_memory() const { return tier->address({0, 0}, 0, 0) != nullptr; }
   int32_t chunk_pages() const { return chunk_tokens / geometry.page_size; }
   int64_t slice_bytes() const { return chunk_pages() * geometry.page_bytes(); }
 };
@@ -63,6 +66,28 @@ inline Accesses slice_accesses(const Places& places, const std::vector<Slice>& p
     for (const PageRows& r : slice.rows) {
       add_rows(out, places.geometry, r.page, r.first, r.end, to_pages);
       add_rows(out, places.geometry, places.tier->address(slice.block, layer, r.page_in_block), r.first, r.end, !to_pages);
+    }
+  return out;
+}
+
+// Token rows [first, end) of a page: one run of bytes for a whole page, else one of its K block and one of its V block.
+inline void add_pieces(std::vector<Piece>& out, const Geometry& g, std::byte* to, const std::byte* from, int32_t first, int32_t end) {
+  if (first == 0 && end == g.page_size) {
+    out.push_back({to, from, g.page_bytes()});
+    return;
+  }
+  const int64_t k = first * g.k_row_bytes, v = g.page_size * g.k_row_bytes + first * g.v_row_bytes;
+  out.push_back({to + k, from + k, (end - first) * g.k_row_bytes});
+  out.push_back({to + v, from + v, (end - first) * g.v_row_bytes});
+}
+
+// Moves slices between pages and the blocks of a tier that is memory.
+inline std::vector<Piece> tier_pieces(const Places& places, const std::vector<Slice>& parts, int32_t layer, bool to_pages) {
+  std::vector<Piece> out;
+  for (const Slice& slice : parts)
+    for (const PageRows& r : slice.rows) {
+      std::byte* block = places.tier->address(slice.block, layer, r.page_in_block);
+      add_pieces(out, places.geometry, to_pages ? r.page : block, to_pages ? block : r.page, r.first, r.end);
     }
   return out;
 }

@@ -8,12 +8,10 @@
 namespace mtserve {
 
 struct StagingBuffer {
-  std::unique_ptr<std::byte[]> bytes;
+  std::shared_ptr<std::byte> bytes;
   EventPtr free;  // recorded when the last user of the buffer is queued; null before the first use
 };
 
-inline StagingBuffer make_staging(int64_t bytes) {
-  return {std::unique_ptr<std::byte[]>(new std::byte[static_cast<size_t>(bytes)]), nullptr};
-}
+inline StagingBuffer make_staging(Runtime& runtime, int64_t bytes) { return {runtime.allocate_staging(bytes), nullptr}; }
 
 }  // namespace mtserve

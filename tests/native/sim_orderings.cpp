@@ -2,7 +2,7 @@
 // what the index promises. All strategies, with and without injected faults, in turn.
 //
 //   sim_orderings [--quick] [--seeds N] [--first SEED] [--onload direct|staged] [--offload direct|staged]
-//                 [--faults | --no-faults]
+//                 [--faults | --no-faults] [--cuda | --no-cuda]
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -51,11 +51,15 @@ Strategy strategy(const std::string& name) {
 int main(int argc, char** argv) {
   uint64_t seeds = 400, first = 1;
   std::optional<Strategy> onload, offload;
-  std::optional<bool> faults;
+  std::optional<bool> faults, cuda;
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
     if (name == "--faults" || name == "--no-faults") {
       faults = name == "--faults";
+      continue;
+    }
+    if (name == "--cuda" || name == "--no-cuda") {
+      cuda = name == "--cuda";
       continue;
     }
     if (name == "--quick") {
@@ -84,7 +88,7 @@ int main(int argc, char** argv) {
     options.onload = onload.value_or(seed & 1 ? Strategy::staged : Strategy::direct);
     options.offload = offload.value_or(seed & 2 ? Strategy::staged : Strategy::direct);
     options.read_region = seed % 3 != 0;  // of those that are staged
-    Traffic traffic(seed, options, faults.value_or((seed & 4) != 0));
+    Traffic traffic(seed, options, faults.value_or((seed & 4) != 0), cuda.value_or(seed % 5 == 0));
     const std::string problem = traffic.run(2 + static_cast<int>(seed / 8 % 2), 60);
     if (!problem.empty()) return std::printf("seed %llu: %s\n", static_cast<unsigned long long>(seed), problem.c_str()), 1;
     const Traffic::Tally& t = traffic.tally();

@@ -6,12 +6,13 @@
 #include <vector>
 
 struct Dim {
-  unsigned x = 0;
+  unsigned x = 0, y = 0;
 };
 static Dim blockIdx, threadIdx, gridDim, blockDim;
 #define __global__
 
 #include "cuda/page_kernels.cuh"
+#include "cuda/piece_copy.cuh"
 
 #include "check.h"
 
@@ -106,6 +107,29 @@ void rounds(void (*test)()) {
   for (int round = 0; round < (quick ? 100 : 1000); ++round) test();
 }
 
+struct alignas(16) Wide {
+  uint64_t a, b;
+};
+
+// Runs of any length and alignment; the bytes around them stay.
+void runs_of_bytes_match() {
+  std::vector<unsigned char> from = noise<unsigned char>(6000), to(6000, 0xEE), want = to;
+  Runs runs;
+  const int n = static_cast<int>(pick(1, 5));
+  for (int i = 0; i < n; ++i) {
+    const int64_t step = pick(0, 1) == 0 ? 16 : 1;
+    const int64_t bytes = pick(0, 700), source = pick(0, 4000 / step) * step, target = i * 1200 + pick(0, 400 / step) * step;
+    runs.run[i] = {to.data() + target, from.data() + source, bytes};
+    std::copy_n(from.begin() + source, bytes, want.begin() + target);
+  }
+  for (int i = 0; i < n; ++i) {
+    blockIdx.y = static_cast<unsigned>(i);
+    launch(static_cast<unsigned>(pick(1, 3)), 8, [&] { copy_runs<Wide>(runs); });
+  }
+  blockIdx.y = 0;
+  CHECK(to == want);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -113,5 +137,6 @@ int main(int argc, char** argv) {
                    {{"append, 2-byte units", [] { rounds(append_matches<uint16_t>); }},
                     {"append, 8-byte units", [] { rounds(append_matches<uint64_t>); }},
                     {"gather", [] { rounds(move_matches<uint32_t, false>); }},
-                    {"scatter", [] { rounds(move_matches<uint32_t, true>); }}});
+                    {"scatter", [] { rounds(move_matches<uint32_t, true>); }},
+                    {"runs of bytes", [] { rounds(runs_of_bytes_match); }}});
 }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "fake_cuda.h"
 #include "runtime/sim.h"
 
 namespace mtserve {
@@ -56,8 +57,8 @@ class Traffic {
     uint64_t reads = 0, wrong = 0, committed = 0, failed = 0;
   };
 
-  // `options.onload`, `options.offload` and `faults` as given; the rest comes from the seed.
-  Traffic(uint64_t seed, const EngineOptions& options, bool faults) : random_(seed * 7919), faults_(faults) {
+  // Strategies, `faults` and whether the device is one of CUDA as given; the rest comes from the seed.
+  Traffic(uint64_t seed, const EngineOptions& options, bool faults, bool cuda = false) : random_(seed * 7919), faults_(faults) {
     const int32_t slot_pages = 1 + pick(2), slots_per_chunk = 1 << pick(3);
     const int32_t user_pages = 2 + pick(4), everybody = 4 + pick(9);
     config_.page_size = 1 + pick(3);
@@ -79,8 +80,13 @@ class Traffic {
     geometry_ = {kLayers, config_.page_size, config_.slot_tokens, kRowK, kRowV};
     memory_.assign(static_cast<size_t>(kLayers * (config_.num_pages + region) * geometry_.page_bytes()), std::byte{0xEE});
     table_ = {memory_.data(), config_.num_pages + region, geometry_.page_bytes()};
-    auto runtime = std::make_unique<SimRuntime>(seed);
-    sim_ = runtime.get();
+    auto sim = std::make_unique<SimRuntime>(seed);
+    sim_ = sim.get();
+    std::unique_ptr<Runtime> runtime = std::move(sim);
+    if (cuda) {
+      cuda_ = std::make_shared<FakeCuda>(*sim_);
+      runtime = std::make_unique<CudaRuntime>(cuda_, std::move(runtime), 0, pick(2) == 0);
+    }
     auto tier = std::make_unique<SlowTier>(geometry_, int64_t{config_.num_chunks} * (config_.chunk_tokens / config_.slot_tokens), *sim_, pick(3) * 40);
     engine_ = std::make_unique<Engine>(config_, geometry_, table_, std::move(tier), std::move(runtime), options);
     closes_early_ = pick(8) == 0;
@@ -344,14 +350,16 @@ class Traffic {
   // Up to two batches open at once, their layers interleaved, far ahead of the stream or not.
   void caller(int steps, bool closes) {
     std::unique_ptr<Stream> compute;
-    if (pick(4) == 0)
+    if (cuda_ != nullptr)
+      compute = std::make_unique<FakeCompute>(static_cast<CudaRuntime&>(engine_->runtime()), *cuda_);
+    else if (pick(4) == 0)
       compute = std::make_unique<InlineStream>(*sim_);
     else
       compute = sim_->make_stream("compute");
     std::vector<std::unique_ptr<Serving>> open;
     try {
       for (int step = 0; step < steps && problem_.empty() && sim_->problem().empty(); ++step) {
-        if (faults_ && pick(8) == 0) (pick(2) == 0 ? sim_->faults.onload_copy : sim_->faults.offload_copy) = 1 + pick(4);
+        if (faults_ && pick(8) == 0) (pick(2) == 0 ? engine_->runtime().faults.onload_copy : engine_->runtime().faults.offload_copy) = 1 + pick(4);
         if (!open.empty() && (open.size() == 2 || pick(3) > 0)) {
           const size_t i = pick(static_cast<int32_t>(open.size()));
           if (!advance(*compute, *open[i])) open.erase(open.begin() + i);
@@ -402,9 +410,9 @@ class Traffic {
       case 7:
       case 8:
         if (!compute.is_inline()) {
-          const EventPtr end = sim_->make_event();
+          const EventPtr end = engine_->runtime().make_event();
           compute.record(end);
-          sim_->synchronize(end);
+          engine_->runtime().synchronize(end);
         }
         break;
       default:
@@ -431,6 +439,7 @@ class Traffic {
   std::vector<std::byte> memory_;
   DeviceTable table_;
   SimRuntime* sim_ = nullptr;  // the engine owns it
+  std::shared_ptr<FakeCuda> cuda_;  // null unless the device is one of CUDA
   std::unique_ptr<Engine> engine_;
 };
 
