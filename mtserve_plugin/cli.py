@@ -10,7 +10,9 @@ from mtserve_plugin import __version__
 from mtserve_plugin.commands.audit import audit
 from mtserve_plugin.commands.bench import bench
 from mtserve_plugin.commands.doctor import doctor
+from mtserve_plugin.commands.plan import plan
 from mtserve_plugin.commands.replay import replay
+from mtserve_plugin.commands.simulate import simulate
 
 app = typer.Typer(
     help="A two-tier key/value cache for generative recommenders. Start with: mtserve doctor, mtserve replay",
@@ -20,6 +22,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.command()(replay)
+app.command()(simulate)
+app.command()(plan)
 app.command()(audit)
 app.add_typer(bench, name="bench")
 app.command()(doctor)

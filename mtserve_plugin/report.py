@@ -25,8 +25,8 @@ def console(*, stderr: bool = False) -> Console:
     return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=_PIPE_WIDTH)
 
 
-def check_writable(path: Path | None) -> None:
-    """Refuses a `--json` path that cannot be written, before the work is done.
+def check_writable(path: Path | None, option: str = "--json") -> None:
+    """Refuses the path of an option that cannot be written, before the work is done.
 
     Raises:
         ConfigError: its folder is missing, or it is a folder itself.
@@ -34,9 +34,9 @@ def check_writable(path: Path | None) -> None:
     if path is None:
         return
     if path.is_dir():
-        raise ConfigError(f"--json {path} is a folder; give the name of a file")
+        raise ConfigError(f"{option} {path} is a folder; give the name of a file")
     if not path.parent.is_dir():
-        raise ConfigError(f"--json {path}: the folder {path.parent} does not exist; create it first")
+        raise ConfigError(f"{option} {path}: the folder {path.parent} does not exist; create it first")
 
 
 def write_json(path: Path | None, values: Any) -> None:
@@ -65,18 +65,18 @@ def print_problems(out: Console, problems: Sequence[str]) -> None:
 
 def print_replay(out: Console, result: dict[str, Any]) -> None:
     """A replay's `to_json()`: what was run, the paper's table 1, the controls."""
-    print_facts(out, _replay_facts(result))
+    print_facts(out, replay_facts(result))
     rows = result["rows"]
     sizes = list(dict.fromkeys(row["batch_size"] for row in rows))
     modes = list(dict.fromkeys(row["mode"] for row in rows))
     fitting = max(1, (out.width - _METRIC_WIDTH) // (_MODE_WIDTH * len(modes)))
     for begin in range(0, len(sizes), fitting):
         shown = [row for row in rows if row["batch_size"] in sizes[begin : begin + fitting]]
-        out.print(_replay_table(shown, _REPLAY_CELLS))
+        out.print(_replay_table(shown, REPLAY_CELLS))
     steps = dict.fromkeys(name for row in rows for name in row["steps_ms"])
     if steps:
         out.print("Steps of the paper's Algorithm 1, mean ms per batch (its table 2); 8.1 to 8.5 are parts of 8:")
-        cells = {name: _step_cell(name) for name in sorted(steps, key=_step_order)}
+        cells = {name: step_cell(name) for name in sorted(steps, key=step_order)}
         for begin in range(0, len(sizes), fitting):
             shown = [row for row in rows if row["batch_size"] in sizes[begin : begin + fitting]]
             out.print(_replay_table(shown, cells))
@@ -113,7 +113,7 @@ def print_replay(out: Console, result: dict[str, Any]) -> None:
             )
 
 
-def _replay_facts(result: dict[str, Any]) -> list[tuple[str, str]]:
+def replay_facts(result: dict[str, Any]) -> list[tuple[str, str]]:
     config, machine = result["config"], result["machine"]
     model = config["model_config"]
     caches = config["caches"]
@@ -169,11 +169,11 @@ def _replay_table(rows: list[dict[str, Any]], cells: dict[str, Any]) -> Table:
     return table
 
 
-def _step_cell(name: str) -> Any:
+def step_cell(name: str) -> Any:
     return lambda row: f"{row['steps_ms'][name]:.2f}" if name in row["steps_ms"] else "-"
 
 
-def _step_order(name: str) -> float:
+def step_order(name: str) -> float:
     number = name.split(" ")[0].split("-")[0]
     return float(number) if number.replace(".", "").isdigit() else 0.0
 
@@ -186,7 +186,7 @@ def _difference(row: dict[str, Any]) -> str:
     return "-" if row["mode"] == "recompute" else f"{row['max_rel_error']:.1e}"
 
 
-_REPLAY_CELLS: dict[str, Any] = {
+REPLAY_CELLS: dict[str, Any] = {
     "requests per batch": lambda row: f"{row['requests'] / row['batches']:.2f}",
     "latency mean (ms)": lambda row: f"{row['latency_ms']['mean']:.1f}",
     "latency p50 (ms)": lambda row: f"{row['latency_ms']['p50']:.1f}",
@@ -246,8 +246,8 @@ def _percent(share: float) -> str:
 def bytes_text(count: int) -> str:
     """A size with a binary unit, e.g. 1.5 GiB."""
     size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     raise AssertionError

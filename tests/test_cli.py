@@ -20,7 +20,7 @@ _HELP_WITHOUT_IMPORTS = """
 import sys
 from typer.testing import CliRunner
 from mtserve_plugin.cli import app
-for words in ([], ["replay"], ["bench"], ["bench", "index"], ["doctor"]):
+for words in ([], ["replay"], ["simulate"], ["plan"], ["audit"], ["bench"], ["bench", "index"], ["doctor"]):
     result = CliRunner().invoke(app, [*words, "--help"])
     assert result.exit_code == 0, result.output
     assert "Usage" in result.output
@@ -112,7 +112,7 @@ def test_a_trace_that_cannot_be_used_is_explained(tmp_path: Path, text: str, mes
     ("words", "message"),
     [
         (["--host-bytes", "1KiB"], "holds not even one chunk"),
-        (["--host-bytes", "4TiB"], "the host tiers (8192.0 GiB) do not fit into this machine's"),
+        (["--host-bytes", "4TiB"], "the host tiers (8.0 TiB) do not fit into this machine's"),
         (["--pages", "2000000000"], "do not fit into this machine's"),
         (["--chunk", "100"], "page_size=32 does not divide chunk_size=100"),
         (["--mean-history", "5000"], "mean_history=5000 must lie between"),

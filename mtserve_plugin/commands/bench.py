@@ -130,3 +130,37 @@ def forward(
         if result.problems:
             print_problems(console(stderr=True), result.problems)
             raise typer.Exit(FAILED_CHECK)
+
+
+@bench.command()
+def attention(
+    queries: Annotated[int, typer.Option(help="Queries of a request: a third new tokens, the rest candidates.")] = 96,
+    keys: Annotated[int, typer.Option(help="Tokens of its history; all but the new ones are cached.")] = 4096,
+    heads: Annotated[int, typer.Option(help="Heads of a layer.")] = 4,
+    dim: Annotated[int, typer.Option(help="Dimension of a head, for keys and for values.")] = 128,
+    rounds: Annotated[int, typer.Option(help="Rounds whose median is taken.")] = 15,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the measures here.")] = None,
+) -> None:
+    """Measure attention over pages against matrix products, and copies of pages against memcpy.
+
+    One thread, float32 and bfloat16. MTSERVE_CPU_ISA limits the instruction set of the kernel, but not that of the matrix
+    products. The exit code is 1 when attention differs from float64 by more than its dtype's rounding.
+
+    Examples:
+
+        mtserve bench attention
+
+        MTSERVE_CPU_ISA=avx2 mtserve bench attention --keys 8192 --json attention.json
+    """
+    with reported():
+        check_writable(json_file)
+        with progress_bar() as step:
+            step("importing torch", 0, 1)
+            from mtserve_plugin.bench_attention import bench_attention
+
+            result = bench_attention(queries=queries, keys=keys, heads=heads, dim=dim, rounds=rounds, on_step=step)
+        write_json(json_file, result.to_json())
+        print_measures(console(), "attention", result.table())
+        if result.problems:
+            print_problems(console(stderr=True), result.problems)
+            raise typer.Exit(FAILED_CHECK)

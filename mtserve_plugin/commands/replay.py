@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from pathlib import Path
@@ -11,8 +12,10 @@ import typer
 
 from mtserve_plugin.commands.outcome import FAILED_CHECK, reported
 from mtserve_plugin.commands.progress import progress_bar
+from mtserve_plugin.errors import ConfigError
 from mtserve_plugin.replay.options import MODELS, MODES, ReplayOptions, parse_bytes, parse_names, parse_numbers
 from mtserve_plugin.report import check_writable, console, print_problems, print_replay, write_json
+from mtserve_plugin.report_html import write_report
 
 _DEFAULT = ReplayOptions()
 _DEFAULT_SIZES = ",".join(map(str, _DEFAULT.batch_sizes))
@@ -72,9 +75,26 @@ Breakdown = Annotated[
     bool, typer.Option("--breakdown", help="Time each step of the paper's Algorithm 1 too (its table 2).")
 ]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write config, machine and rows here.")]
+Report = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE", help="Write one HTML page here: plots, tables, config and machine."),
+]
+Paper = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Run an experiment of the paper, its own figures beside ours: table1, table2, table3, table5, table6 or "
+        "figure1. Options that are given replace the experiment's.",
+    ),
+]
+Scale = Annotated[
+    str,
+    typer.Option(help="Of --paper: small (a few minutes on two cores), or full (the paper's sizes, if they fit)."),
+]
 
 
 def replay(
+    ctx: typer.Context,
     trace: Trace = _DEFAULT.trace,
     requests: Requests = _DEFAULT.requests,
     batch_sizes: BatchSizes = _DEFAULT_SIZES,
@@ -97,6 +117,9 @@ def replay(
     threads: Threads = None,
     breakdown: Breakdown = False,
     json_file: Json = None,
+    report_file: Report = None,
+    paper: Paper = None,
+    scale: Scale = "small",
 ) -> None:
     """Serve a trace with and without the cache: latency, speed-up, hit ratios, score differences.
 
@@ -114,12 +137,15 @@ def replay(
 
         mtserve replay --batch-sizes 8 --pages 400 --host-bytes 2GiB --json replay.json
 
-        mtserve replay --batch-sizes 8 --breakdown
+        mtserve replay --batch-sizes 8 --breakdown --report replay.html
 
         mtserve replay --trace ./KuaiRand-1K/data --requests 1000 --max-history 4000
+
+        mtserve replay --paper table1
     """
     with reported():
         check_writable(json_file)
+        check_writable(report_file, "--report")
         options = ReplayOptions(
             trace=trace,
             requests=requests,
@@ -142,7 +168,14 @@ def replay(
             seed=seed,
             threads=threads,
             breakdown=breakdown,
+            detail=report_file is not None,
         )
+        given = [name for name in ctx.params if _on_command_line(ctx, name)]
+        if paper is not None:
+            _replay_paper(paper, scale, options, given, json_file)
+            return
+        if "scale" in given:
+            raise ConfigError("--scale belongs to --paper; add --paper table1, or leave it out")
         with progress_bar() as step:
             step("importing torch and torchrec", 0, 1)
             _before_torch()
@@ -151,10 +184,40 @@ def replay(
             result = run_replay(options, step)
         values = result.to_json()
         write_json(json_file, values)
+        write_report(report_file, values)
         print_replay(console(), values)
         if result.problems:
             print_problems(console(stderr=True), result.problems)
             raise typer.Exit(FAILED_CHECK)
+
+
+def _on_command_line(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _replay_paper(name: str, scale: str, options: ReplayOptions, given: list[str], json_file: Path | None) -> None:
+    if "report_file" in given:
+        raise ConfigError("--report does not go with --paper; write its values with --json")
+    fields = {field.name for field in dataclasses.fields(options)}
+    with progress_bar() as step:
+        step("importing torch and torchrec", 0, 1)
+        _before_torch()
+        from mtserve_plugin.replay.paper.measure import run_experiment
+        from mtserve_plugin.replay.paper.tables import print_experiment
+
+        values = run_experiment(
+            name,
+            scale,
+            {option: getattr(options, option) for option in given if option in fields},
+            step,
+            lambda text: console(stderr=True).print(text),
+        )
+    write_json(json_file, values)
+    print_experiment(console(), values)
+    if values["problems"]:
+        print_problems(console(stderr=True), values["problems"])
+        raise typer.Exit(FAILED_CHECK)
 
 
 def _before_torch() -> None:

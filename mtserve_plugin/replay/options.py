@@ -67,6 +67,7 @@ class ReplayOptions:
         seed: of the synthetic trace, the candidates and the weights.
         threads: threads of torch; `None` leaves torch's choice.
         breakdown: time each step of the paper's Algorithm 1 as well.
+        detail: keep what a report shows besides the means: every batch, a few batches' overlap, other sizes.
 
     Raises:
         ConfigError: an option is out of range; the message names it and the fix.
@@ -93,6 +94,7 @@ class ReplayOptions:
     seed: int = 0
     threads: int | None = None
     breakdown: bool = False
+    detail: bool = False
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

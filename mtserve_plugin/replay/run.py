@@ -38,13 +38,16 @@ from mtserve_plugin.config import CacheConfig
 from mtserve_plugin.errors import ConfigError
 from mtserve_plugin.machine import describe_machine
 from mtserve_plugin.models.hstu import HSTURanker
+from mtserve_plugin.replay.capacity import sweep_pages
 from mtserve_plugin.replay.checks import TOLERANCE, Controls, Difference, control_threshold, run_controls
 from mtserve_plugin.replay.model import build_model, to_kjt
 from mtserve_plugin.replay.options import HOST_POLICIES, ReplayOptions
+from mtserve_plugin.replay.overlap import BATCHES as OVERLAP_BATCHES
+from mtserve_plugin.replay.overlap import Overlap, choose_window, record, staged
 from mtserve_plugin.replay.plan import ReplayPlan, grouped, plan_replay
 from mtserve_plugin.report import bytes_text
 from mtserve_plugin.steps import STEPS, StepClock
-from mtserve_plugin.workload import CandidateSampler, build_features, load_trace
+from mtserve_plugin.workload import CandidateSampler, Requests, Trace, build_features, load_trace
 
 OnStep = Callable[[str, int, int], None]
 """Told what is being done, how many steps are done, and how many there are."""
@@ -105,6 +108,8 @@ class ReplayResult:
         controls: what the planted errors changed.
         tolerance: what `max_rel_error` may not exceed.
         control_threshold: what each control must exceed.
+        detail: only if asked for, and then in the JSON as well. `batches`: one entry per batch size and mode with
+            lists that have one value per batch; `overlaps`: see `Overlap`; `capacity`: see `sweep_pages`.
     """
 
     config: dict[str, Any]
@@ -113,6 +118,7 @@ class ReplayResult:
     controls: Controls
     tolerance: float
     control_threshold: float
+    detail: dict[str, Any] | None = None
 
     @property
     def problems(self) -> list[str]:
@@ -141,6 +147,7 @@ class ReplayResult:
             "max_rel_error_tolerance": self.tolerance,
             "ok": not self.problems,
             "problems": self.problems,
+            **({} if self.detail is None else {"detail": self.detail}),
         }
 
 
@@ -151,8 +158,19 @@ def run_replay(options: ReplayOptions, on_step: OnStep | None = None) -> ReplayR
         ConfigError: an option is out of range, or memory cannot be had.
         InputError: the trace is missing, malformed or too short.
     """
-    with _threads(options.threads):
+    with torch_threads(options.threads):
         return _Replay(options, on_step or (lambda *_: None)).run()
+
+
+def load_plan(options: ReplayOptions) -> tuple[Trace, ReplayPlan]:
+    """The trace that a replay with these options takes, and what it takes of it.
+
+    Raises:
+        ConfigError: an option of the trace is out of range.
+        InputError: the trace is missing, malformed or too short.
+    """
+    trace = load_trace(options.trace, **options.trace_options())
+    return trace, plan_replay(trace, options.requests, _WARMUP_BATCHES * max(options.batch_sizes))
 
 
 class _Replay:
@@ -160,8 +178,7 @@ class _Replay:
         self._options = options
         self._on_step = on_step
         on_step("reading the trace", 0, 1)
-        self._trace = load_trace(options.trace, **options.trace_options())
-        self._plan = plan_replay(self._trace, options.requests, _WARMUP_BATCHES * max(options.batch_sizes))
+        self._trace, self._plan = load_plan(options)
         self._sampler = CandidateSampler(self._trace, options.candidates, seed=options.seed)
         on_step("building the model", 0, 1)
         longest = int(self._plan.longest.max())
@@ -170,6 +187,7 @@ class _Replay:
         self._batches = {size: grouped(self._plan.timed, size) for size in options.batch_sizes}
         self._warmups = {size: grouped(self._plan.warmup, size) for size in options.batch_sizes}
         self._fills = grouped(self._plan.prefill, _FILL_BATCH)
+        self._per_batch: list[dict[str, Any]] = []
         self._done = 0
         modes = len(self._configs)
         self._steps = sum(
@@ -179,10 +197,11 @@ class _Replay:
 
     def run(self) -> ReplayResult:
         rows = [row for size in self._options.batch_sizes for row in self._measure(size)]
+        detail = self._detail() if self._options.detail else None
         controls = run_controls(self._model, self._plan, self._sampler)
         dtype = self._model.config.dtype
         return ReplayResult(
-            self._describe(), describe_machine(), rows, controls, TOLERANCE[dtype], control_threshold(dtype)
+            self._describe(), describe_machine(), rows, controls, TOLERANCE[dtype], control_threshold(dtype), detail
         )
 
     def _measure(self, batch_size: int) -> list[ModeRow]:
@@ -205,12 +224,16 @@ class _Replay:
                         text = f"batch size {batch_size}: {mode}"
                         with runs[mode].clock if self._options.breakdown else nullcontext():
                             runs[mode].add(*self._serve(caches[mode], requests, text))
+                        if self._options.detail:
+                            runs[mode].count(caches[mode].stats())
                     reference = runs[modes[0]].scores
                     for mode in modes:
                         runs[mode].difference.add(runs[mode].scores, reference)
                     if number % _COLLECT_EVERY == _COLLECT_EVERY - 1:
                         collect()
             rows = [self._row(mode, batch_size, runs[mode], before[mode], caches[mode].stats()) for mode in modes]
+            if self._options.detail:
+                self._per_batch += [runs[mode].to_json(mode, batch_size, before[mode]) for mode in modes]
         finally:
             self._model.cache = NoCache(self._model.cache.config)
             for cache in caches.values():
@@ -232,8 +255,61 @@ class _Replay:
         self._done += 1
         return scores, end - begin, settled - end
 
+    def _detail(self) -> dict[str, Any]:
+        size = max(self._options.batch_sizes)
+        cached = {mode: config for mode, config in self._configs.items() if mode != "recompute"}
+        self._on_step("simulating other sizes", 0, 1)
+        before = [*self._fills, *self._warmups[size]]
+        working_set = self._plan.pages(self._options.page_size)
+        return {
+            "batches": self._per_batch,
+            "capacity": {
+                "batch_size": size,
+                "working_set_pages": working_set,
+                "rows": sweep_pages(cached, working_set, before, self._batches[size]),
+            },
+            "overlaps": [overlap.to_json() for overlap in self._overlaps(size)],
+        }
+
+    def _overlaps(self, size: int) -> Iterator[Overlap]:
+        """A few batches under each strategy, with the cache of the last mode that has a host tier."""
+        mode = next((mode for mode in reversed(self._configs) if mode in HOST_POLICIES), None)
+        if mode is None:
+            return
+        (tokens,) = (
+            run["host_hit_tokens"] for run in self._per_batch if (run["mode"], run["batch_size"]) == (mode, size)
+        )
+        first = choose_window(tokens)
+        batches = self._batches[size]
+        before = [*self._fills, *self._warmups[size], *batches[:first]]
+        region = size * -(-int(self._plan.longest.max()) // self._options.page_size)
+        for config in (self._configs[mode], staged(self._configs[mode], region)):
+            self._on_step(f"recording {config.onload_strategy} onloads", 0, 1)
+            yield record(
+                config,
+                map(self._batch, before),
+                [self._batch(requests) for requests in batches[first : first + OVERLAP_BATCHES]],
+                mode=mode,
+                batch_size=size,
+                first_batch=first,
+            )
+
+    def _batch(self, requests: Requests) -> Callable[[KVCache], None]:
+        features = to_kjt(build_features(self._trace, requests, self._sampler), self._model.config.num_items)
+
+        def run(cache: KVCache) -> None:
+            self._model.cache = cache
+            try:
+                self._model(features)
+            finally:
+                self._model.cache = NoCache(cache.config)
+
+        return run
+
     def _row(self, mode: str, batch_size: int, run: _Run, before: dict[str, Any], after: dict[str, Any]) -> ModeRow:
         counters = {name: after[name] - before[name] for name in _COUNTERS if name in after}
+        if "layer_wait_ns" in after:
+            counters["layer_wait_ns"] = sum(after["layer_wait_ns"]) - sum(before["layer_wait_ns"])
         asked = max(counters["history_tokens"], 1)
         committed = max(int(self._plan.previous.sum()), 1)
         latency = np.array(run.seconds) * 1e3
@@ -315,11 +391,28 @@ class _Run:
         self.difference = Difference()
         self.clock = StepClock()
         self.scores = torch.empty(0)
+        self.stats: list[dict[str, Any]] = []
 
     def add(self, scores: torch.Tensor, seconds: float, background: float) -> None:
         self.scores = scores
         self.seconds.append(seconds)
         self.background.append(background)
+
+    def count(self, stats: dict[str, Any]) -> None:
+        """Takes the cache's counters after a batch."""
+        self.stats.append(stats)
+
+    def to_json(self, mode: str, batch_size: int, before: dict[str, Any]) -> dict[str, Any]:
+        """What each batch took and found; `before` are the counters ahead of the first."""
+        return {
+            "mode": mode,
+            "batch_size": batch_size,
+            "latency_ms": [seconds * 1e3 for seconds in self.seconds],
+            **{
+                name: np.diff([stats.get(name, 0) for stats in (before, *self.stats)]).tolist()
+                for name in ("requests", "history_tokens", "device_hit_tokens", "host_hit_tokens")
+            },
+        }
 
 
 def _cache_configs(options: ReplayOptions, plan: ReplayPlan, model: HSTURanker) -> dict[str, CacheConfig]:
@@ -370,7 +463,8 @@ def _no_collection() -> Iterator[Callable[[], int]]:
 
 
 @contextmanager
-def _threads(count: int | None) -> Iterator[None]:
+def torch_threads(count: int | None) -> Iterator[None]:
+    """torch with so many threads while the block runs; `None` leaves its choice."""
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)

@@ -10,16 +10,18 @@ from mtserve_plugin.workload.candidates import CandidateSampler
 from mtserve_plugin.workload.cap import HistoryCap
 from mtserve_plugin.workload.check import check_trace
 from mtserve_plugin.workload.features import Features, build_features
+from mtserve_plugin.workload.fitted import FITTED
 from mtserve_plugin.workload.load import load_trace
 from mtserve_plugin.workload.log_format import LogFormat
 from mtserve_plugin.workload.log_reader import Log, read_log
 from mtserve_plugin.workload.log_trace import LogTrace
-from mtserve_plugin.workload.summary import statistics
+from mtserve_plugin.workload.summary import ReturnIntervals, statistics
 from mtserve_plugin.workload.synthetic import SyntheticTrace
 from mtserve_plugin.workload.synthetic_config import KUAIRAND_LIKE, MT_LIKE, SyntheticConfig
 from mtserve_plugin.workload.trace import Events, Requests, Trace
 
 __all__ = [
+    "FITTED",
     "KUAIRAND_LIKE",
     "MT_LIKE",
     "CandidateSampler",
@@ -30,6 +32,7 @@ __all__ = [
     "LogFormat",
     "LogTrace",
     "Requests",
+    "ReturnIntervals",
     "SyntheticConfig",
     "SyntheticTrace",
     "Trace",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,16 @@ _FORMAT = tuple(field.name for field in dataclasses.fields(LogFormat))
 _SEGMENTATION = ("interval_s", "max_history", "at_cap", "min_history", "name")
 
 
-def load_trace(source: Paths, *, limit: int | None = None, **options: Any) -> Trace:
+def load_trace(
+    source: Paths, *, limit: int | None = None, shapes: Mapping[str, SyntheticConfig] = SYNTHETIC, **options: Any
+) -> Trace:
     """Opens a trace.
 
     Args:
-        source: "kuairand-like" or "mt-like"; files of events (see `find_log_files`); or "package.module:name"
-            of a callable of yours that takes the options and returns a `Trace`.
+        source: a key of `shapes`; files of events (see `find_log_files`); or "package.module:name" of a callable
+            of yours that takes the options and returns a `Trace`.
         limit: only the first so many requests.
+        shapes: synthetic traces by name; by default "kuairand-like" and "mt-like".
         **options: for the synthetic ones the fields of `SyntheticConfig`; when `users` or `requests` is among
             them, the rest is scaled along (`SyntheticConfig.scaled`). For files the fields of `LogFormat` and
             `interval_s`, `max_history`, `at_cap`, `min_history` and `name` of `LogTrace`.
@@ -43,15 +47,15 @@ def load_trace(source: Paths, *, limit: int | None = None, **options: Any) -> Tr
         >>> len(next(trace.blocks()))
         3000
     """
-    trace = _open(source, options)
+    trace = _open(source, shapes, options)
     return trace if limit is None else trace.head(limit)
 
 
-def _open(source: Paths, options: dict[str, Any]) -> Trace:
-    if isinstance(source, str) and source in SYNTHETIC:
-        return SyntheticTrace(_shape(SYNTHETIC[source], options))
+def _open(source: Paths, shapes: Mapping[str, SyntheticConfig], options: dict[str, Any]) -> Trace:
+    if isinstance(source, str) and source in shapes:
+        return SyntheticTrace(_shape(shapes[source], options))
     if isinstance(source, str) and ":" in source and not Path(source).exists():
-        return _own(source, options)
+        return _own(source, list(shapes), options)
     for name in options:
         if name not in _FORMAT + _SEGMENTATION:
             raise ConfigError(
@@ -73,14 +77,14 @@ def _shape(config: SyntheticConfig, options: dict[str, Any]) -> SyntheticConfig:
     return config.replace(**options)
 
 
-def _own(source: str, options: dict[str, Any]) -> Trace:
+def _own(source: str, names: list[str], options: dict[str, Any]) -> Trace:
     module, _, name = source.partition(":")
     try:
         make = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"source={source!r} is no file and no importable 'package.module:name' ({error}); give the path "
-            f"of a log, {', '.join(map(repr, SYNTHETIC))} or a callable of yours"
+            f"of a log, {', '.join(map(repr, names))} or a callable of yours"
         ) from None
     trace = make(**options)
     if not isinstance(trace, Trace):

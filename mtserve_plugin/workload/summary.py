@@ -23,10 +23,10 @@ def statistics(trace: Trace, max_requests: int = BLOCK_REQUESTS) -> dict[str, An
         of a user (`None` when nobody returns).
     """
     users = _Users()
+    returns = ReturnIntervals()
     requests = invalidated = history = appended = 0
     shortest, longest = None, 0
     begin, end = None, 0
-    bins = np.zeros(_BINS, np.int64)
     for block in trace.blocks(max_requests):
         length = block.history_length
         requests += len(block)
@@ -38,8 +38,7 @@ def statistics(trace: Trace, max_requests: int = BLOCK_REQUESTS) -> dict[str, An
         end = int(block.time[-1])
         gaps, grown = users.advance(block)
         appended += int(grown.sum())
-        place = np.log(np.maximum(gaps, 1)) / np.log(_BIN_RATIO)
-        bins += np.bincount(np.minimum(place.astype(np.int64), _BINS - 1), minlength=_BINS)
+        returns.add(gaps)
     return {
         "users": len(users.ids),
         "requests": requests,
@@ -49,18 +48,41 @@ def statistics(trace: Trace, max_requests: int = BLOCK_REQUESTS) -> dict[str, An
         "appended_tokens": appended,
         "invalidated": invalidated,
         "span_s": end - (begin or 0),
-        "return_interval_s": {name: _quantile(bins, q) for name, q in _QUANTILES.items()},
+        "return_interval_s": {name: returns.quantile(q) for name, q in _QUANTILES.items()},
     }
 
 
 _QUANTILES = {"p10": 0.1, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
 
 
-def _quantile(bins: Int64s, share: float) -> float | None:
-    if not (total := int(bins.sum())):
-        return None
-    at = int(np.searchsorted(np.cumsum(bins), share * total))
-    return float(_BIN_RATIO ** (at + 0.5))
+class ReturnIntervals:
+    """A histogram of the times between two requests of a user, in bins that grow (figure 4).
+
+    Attributes:
+        counts: int64 `[480]`; bin i holds intervals from `10 ** (i / 40)` seconds on.
+    """
+
+    def __init__(self) -> None:
+        self.counts = np.zeros(_BINS, np.int64)
+
+    @classmethod
+    def of(cls, trace: Trace) -> ReturnIntervals:
+        """Those of a whole trace; one pass, memory grows with its users."""
+        users, made = _Users(), cls()
+        for block in trace.blocks():
+            made.add(users.advance(block)[0])
+        return made
+
+    def add(self, seconds: Int64s) -> None:
+        place = np.log(np.maximum(seconds, 1)) / np.log(_BIN_RATIO)
+        self.counts += np.bincount(np.minimum(place.astype(np.int64), _BINS - 1), minlength=_BINS)
+
+    def quantile(self, share: float) -> float | None:
+        """Seconds that this share of the intervals does not exceed, within 6 %; `None` when there are none."""
+        if not (total := int(self.counts.sum())):
+            return None
+        at = int(np.searchsorted(np.cumsum(self.counts), share * total))
+        return float(_BIN_RATIO ** (at + 0.5))
 
 
 class _Users:

@@ -8,7 +8,6 @@ not depend on the order of additions.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import numpy.typing as npt
 
 from mtserve_plugin.errors import ConfigError, InputError
 from mtserve_plugin.workload import draws
+from mtserve_plugin.workload.agenda import Agenda, Pending
 from mtserve_plugin.workload.draws import Floats, UInt64s
 from mtserve_plugin.workload.ragged import offsets_of, ranges, rows_of
 from mtserve_plugin.workload.synthetic_config import SyntheticConfig
@@ -27,6 +27,10 @@ _PASS_REQUESTS = 262_144
 _KEPT_EVENTS = 2_000_000
 # Blocks smaller than this are cut from rounds of this size: a round has a fixed cost.
 _ROUND_REQUESTS = 4096
+# A geometric law with this mean yields nothing but 0.
+_NO_EVENTS = 1e-300
+# What is fitted to the users of a trace is fitted to at most so many of them.
+_FITTED_USERS = 200_000
 
 
 class _Gap(NamedTuple):
@@ -34,15 +38,6 @@ class _Gap(NamedTuple):
 
     gap: Int64s
     tokens: Int64s
-
-
-class _Pending(NamedTuple):
-    """Requests that are generated but later than the block being collected."""
-
-    user: Int64s
-    time: Int64s
-    events: Int64s
-    before: Int64s
 
 
 class SyntheticTrace(Trace):
@@ -64,9 +59,10 @@ class SyntheticTrace(Trace):
         self.num_actions = config.num_actions
         self._cap = config.cap
         users = np.arange(config.users, dtype=np.int64)
-        self._keys = {s: draws.keys_of(config.seed, s, users) for s in ("session", "gap", "tokens", "item", "action")}
+        self._keys = {s: draws.keys_of(config.seed, s, users) for s in ("session", "gap", "tokens")}
         self._counts = _requests_per_user(config, users)
-        self._initial, self.start_exponent = _initial_histories(config, users, self._counts)
+        self._pace = _paces(config, users, self._counts)
+        self._initial, self.start_exponent = _initial_histories(config, users, self._counts, self._pace)
         self._pause_scale = self._fit_pauses()
         self._recent: OrderedDict[int, Events] = OrderedDict()
         self._recent_events = 0
@@ -90,23 +86,25 @@ class SyntheticTrace(Trace):
         position = np.zeros(config.users, np.int64)
         time = np.full(config.users, config.start_time, np.int64)
         events = np.zeros(config.users, np.int64)
-        pending = [_Pending(*(np.zeros(0, np.int64) for _ in range(4)))]
-        limit = config.start_time
-        emitted = 0
+        agenda = Agenda(config.start_time, window)
+        soon = np.zeros(0, np.int64)
+        emitted = number = 0
         while emitted < config.requests:
-            limit += window
-            while len(behind := np.flatnonzero((position < self._counts) & (time < limit))):
-                pending.append(self._generate(behind, tile, position, time, events))
-            waiting = _Pending(*(np.concatenate(columns) for columns in zip(*pending, strict=True)))
-            due = waiting.time < limit
-            pending = [_Pending(*(column[~due] for column in waiting))]
-            ready = _Pending(*(column[due] for column in waiting))
+            limit = config.start_time + (number + 1) * window
+            if limit > agenda.horizon:
+                agenda.extend()
+                soon = np.flatnonzero((position < self._counts) & (time < agenda.horizon))
+            while len(behind := soon[time[soon] < limit]):
+                agenda.add(self._generate(behind, tile, position, time, events))
+                soon = soon[(position[soon] < self._counts[soon]) & (time[soon] < agenda.horizon)]
+            ready = agenda.take(number)
+            number += 1
             requests = self._requests(ready)
             emitted += len(requests)
             for begin in range(0, len(requests), max_requests):
                 yield requests.take(slice(begin, begin + max_requests))
 
-    def _generate(self, users: Int64s, tile: int, position: Int64s, time: Int64s, events: Int64s) -> _Pending:
+    def _generate(self, users: Int64s, tile: int, position: Int64s, time: Int64s, events: Int64s) -> Pending:
         """The next `tile` requests of each of `users`, whose `position`, `time` and `events` move along."""
         lengths = np.minimum(tile, self._counts[users] - position[users])
         row = rows_of(lengths)
@@ -117,9 +115,9 @@ class SyntheticTrace(Trace):
         position[users] += lengths
         time[users] = times[ends - 1]
         events[users] = totals[ends - 1]
-        return _Pending(users[row], times, totals, totals - step.tokens)
+        return Pending(users[row], times, totals, totals - step.tokens)
 
-    def _requests(self, ready: _Pending) -> Requests:
+    def _requests(self, ready: Pending) -> Requests:
         order = np.lexsort((ready.events, ready.user, ready.time))
         user, time, events, before = (column[order] for column in ready)
         start, end = self._cap.window(events)
@@ -133,6 +131,7 @@ class SyntheticTrace(Trace):
         config = self.config
         quantile = draws.uniforms(self._keys["gap"][user], position)
         inside = config.min_gap_s - (config.mean_gap_s - config.min_gap_s) * np.log1p(-quantile)
+        inside *= self._pace[user]
         between = config.min_pause_s + self._pause_scale[user] * weight
         gap = np.where(pause, between, inside).astype(np.int64)
         tokens = self._new_tokens(user, position)
@@ -146,11 +145,11 @@ class SyntheticTrace(Trace):
         return pause, (1.0 - draws.uniforms(key, position * 2 + 1)) ** (-1.0 / self.config.tail_index) - 1.0
 
     def _new_tokens(self, user: Int64s, position: Int64s) -> Int64s:
-        extra = self.config.new_tokens - 1.0
-        if extra <= 0:
-            return np.ones(len(user), np.int64)
+        mean = self.config.new_tokens * self._pace[user]
+        least = (mean >= 1.0).astype(np.int64)
+        extra = np.maximum(mean - least, _NO_EVENTS)
         quantile = draws.uniforms(self._keys["tokens"][user], position)
-        return 1 + (np.log1p(-quantile) / math.log(extra / (1.0 + extra))).astype(np.int64)
+        return least + (np.log1p(-quantile) / np.log(extra / (1.0 + extra))).astype(np.int64)
 
     def _fit_pauses(self) -> Floats:
         """`[users]`: the factor on each user's pause weights with which its requests fill the horizon.
@@ -161,14 +160,14 @@ class SyntheticTrace(Trace):
         fixed = np.zeros(config.users)
         weights = np.zeros(config.users)
         counts = self._counts + 1
-        mean_inside = config.mean_gap_s
+        mean_inside = config.mean_gap_s * self._pace
         for users in _user_chunks(counts):
             row = rows_of(counts[users])
             position = ranges(np.zeros(len(users), np.int64), counts[users])
             pause, weight = self._pauses(users[row], position)
             pause |= position == self._counts[users][row]
             begins = offsets_of(counts[users])[:-1]
-            fixed[users] = np.add.reduceat(np.where(pause, config.min_pause_s, mean_inside), begins)
+            fixed[users] = np.add.reduceat(np.where(pause, config.min_pause_s, mean_inside[users][row]), begins)
             weights[users] = np.add.reduceat(np.where(pause, weight, 0.0), begins)
         if (worst := float(fixed.max())) >= config.horizon_s:
             raise ConfigError(
@@ -219,7 +218,7 @@ class SyntheticTrace(Trace):
         return made
 
     def _key(self, stream: str, user: int) -> UInt64s:
-        return self._keys[stream][user : user + 1]
+        return draws.keys_of(self.config.seed, stream, np.array([user], np.int64))
 
     def items_at(self, quantile: Floats) -> Int64s:
         return draws.zipf(quantile, self.config.num_items, self.config.item_exponent)
@@ -235,23 +234,40 @@ def _requests_per_user(config: SyntheticConfig, users: Int64s) -> Int64s:
     return counts + 1
 
 
-def _initial_histories(config: SyntheticConfig, users: Int64s, counts: Int64s) -> tuple[Int64s, float]:
+def _paces(config: SyntheticConfig, users: Int64s, counts: Int64s) -> Floats:
+    """`[users]`: by what factor each has more events between two requests than the average over all requests."""
+    if not config.pace_sigma:
+        return np.ones(len(users))
+    # Cut, so that no user is busy beyond the horizon.
+    normal = np.clip(draws.normals(draws.keys_of(config.seed, "pace", users)), -2.0, 2.0)
+    pace = np.exp(config.pace_sigma * normal)
+    return pace * (counts.sum() / (pace @ counts))
+
+
+def _initial_histories(config: SyntheticConfig, users: Int64s, counts: Int64s, pace: Floats) -> tuple[Int64s, float]:
     """`[users]`: the lengths that histories start with, and the exponent p that shapes them.
 
     They are min + (max - min) * uniform ** p: the whole range occurs, p decides the mean. A history is
-    expected to grow by `new_tokens` per request up to the maximum, so the mean over all requests has a closed
-    form per user.
+    expected to grow by `new_tokens` per request (times its pace) up to the maximum, so the mean over all requests
+    has a closed form per user.
     """
-    quantile = draws.uniforms(draws.keys_of(config.seed, "initial", users), np.zeros_like(users))
-    low, high = config.min_history, config.max_history
+    every = draws.uniforms(draws.keys_of(config.seed, "initial", users), np.zeros_like(users))
+    low, high, multiple = config.min_history, config.max_history, config.start_multiple
+    sample = slice(None, None, -(-len(users) // _FITTED_USERS))
+    quantile, counts, pace = every[sample], counts[sample], pace[sample]
 
-    def initial(exponent: float) -> Floats:
-        return np.floor(low + (high - low) * quantile**exponent)
+    def initial(exponent: float, quantile: Floats = quantile) -> Floats:
+        start = np.floor(low + (high - low) * quantile**exponent)
+        if multiple > 1:
+            start = np.maximum(start // multiple * multiple, low)
+            start[np.argmin(quantile)] = low
+        return start
 
-    def mean(start: Floats, growth: float) -> float:
+    def mean(start: Floats, new_tokens: float) -> float:
+        growth = new_tokens * pace
         growing = np.clip(np.ceil((high - start) / growth), 0, counts)
         tokens = growing * start + growth * growing * (growing - 1) / 2 + (counts - growing) * high
-        return float(tokens.sum()) / config.requests
+        return float(tokens.sum()) / float(counts.sum())
 
     lowest = mean(initial(np.inf), config.new_tokens)
     if lowest > config.mean_history * 1.005:
@@ -267,7 +283,13 @@ def _initial_histories(config: SyntheticConfig, users: Int64s, counts: Int64s) -
         )
     odds = _bisect(lambda t: mean(initial(t / (1.0 - t)), config.new_tokens) > config.mean_history, 0.0, 1.0 - 1e-9)
     exponent = odds / (1.0 - odds)
-    return initial(exponent).astype(np.int64), exponent
+    reached = mean(initial(exponent), config.new_tokens)
+    if multiple > 1 and abs(reached - config.mean_history) > 0.02 * config.mean_history:
+        raise ConfigError(
+            f"mean_history={config.mean_history} is out of reach: with histories that start at multiples of "
+            f"start_multiple={multiple} the nearest mean is {reached:.0f}; use that, or a lower start_multiple"
+        )
+    return initial(exponent, every).astype(np.int64), exponent
 
 
 def _bisect(holds: Callable[[float], bool], low: float, high: float) -> float:

@@ -30,7 +30,12 @@ class SyntheticConfig:
         max_history: longest history in tokens.
         at_cap: policy at `max_history`, see `HistoryCap`. `mean_history` is met under "stop" and "slide";
             "step:N" makes histories shorter.
-        new_tokens: mean number of events between two requests of a user, at least 1 (geometric).
+        start_multiple: histories start with multiples of this, as long as `min_history` allows; 1 for any length.
+        new_tokens: mean number of events between two requests of a user, above 0 (geometric). From 1 on there is
+            at least one event between two requests, below 1 there may be none.
+        pace_sigma: skew of the events between two requests across users: a user's mean is `new_tokens` times a
+            log-normal factor with this sigma, cut at two of them, its mean 1 over all requests. Gaps inside a
+            session are as much longer, because more events take more time. 0 makes all users alike.
         activity_sigma: skew of activity across users: requests per user follow a log-normal law with this
             sigma; 0 gives everybody the same number.
         session_requests: mean requests of a session (geometric), at least 1.
@@ -57,7 +62,9 @@ class SyntheticConfig:
     mean_history: float
     max_history: int
     at_cap: str = "stop"
+    start_multiple: int = 1
     new_tokens: float = 10.0
+    pace_sigma: float = 0.0
     activity_sigma: float = 0.25
     session_requests: float = 2.0
     min_gap_s: int = 60
@@ -137,7 +144,9 @@ _LEAST: dict[str, float] = {
     "min_history": 0,
     "mean_history": 0,
     "max_history": 1,
-    "new_tokens": 1,
+    "start_multiple": 1,
+    "new_tokens": 1e-3,
+    "pace_sigma": 0,
     "activity_sigma": 0,
     "session_requests": 1,
     "min_gap_s": 1,

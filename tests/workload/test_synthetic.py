@@ -16,6 +16,7 @@ import pytest
 
 from mtserve_plugin.errors import ConfigError, InputError
 from mtserve_plugin.workload import (
+    FITTED,
     KUAIRAND_LIKE,
     MT_LIKE,
     Requests,
@@ -150,6 +151,49 @@ def test_blocks_are_the_same_whatever_their_size(rounds, monkeypatch):
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("name", ["kuairand-like", "mt-like"])
+def test_fitted_traces_have_the_paper_s_statistics_too(name):
+    plain, found = (KUAIRAND_LIKE if name == "kuairand-like" else MT_LIKE), statistics(SyntheticTrace(FITTED[name]))
+    assert (found["users"], found["requests"]) == (plain.users, plain.requests)
+    assert (found["min_history"], found["max_history"]) == (plain.min_history, plain.max_history)
+    assert found["mean_history"] == pytest.approx(plain.mean_history, rel=0.01)
+    returns = found["return_interval_s"]
+    assert returns["p50"] < 600 < 21_600 < returns["p99"]
+    assert returns["p99.9"] > 86_400
+
+
+@pytest.mark.parametrize("new_tokens", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("seed", [5, 6])
+def test_pace_spreads_the_events_and_the_gaps_of_users_alike(new_tokens, seed):
+    wish = {"users": 50, "requests": 30_000, "mean_history": 4500, "min_history": 0}
+    wish |= {"new_tokens": new_tokens, "activity_sigma": 0.0, "session_requests": 50.0, "at_cap": "slide"}
+    trace = load_trace("mt-like", **wish, pace_sigma=0.7, seed=seed)
+    requests = Requests.concatenate(list(trace.blocks()))
+    check_trace(trace, limit=3000, users=50)
+    grown, gap = np.zeros((2, 50))
+    for user in range(50):
+        mine = requests.take(requests.user == user)
+        grown[user] = np.diff(mine.end).mean()
+        gap[user] = np.quantile(np.diff(mine.time), 0.3)
+    assert grown.mean() == pytest.approx(new_tokens, rel=0.1)
+    assert np.corrcoef(np.log(gap), np.log(trace._pace))[0, 1] > 0.99
+    assert np.corrcoef(grown, trace._pace)[0, 1] > 0.99 or new_tokens == 1.0
+    assert np.std(np.log(gap)) == pytest.approx(0.7, abs=0.2)
+    even = load_trace("mt-like", **wish, pace_sigma=0.0, seed=seed)
+    assert (even._pace == 1).all()
+
+
+@pytest.mark.parametrize(("low", "multiple"), [(4000, 1024), (0, 500), (3000, 1000)])
+def test_histories_start_at_multiples(low, multiple):
+    options = {"users": 300, "requests": 30_000, "min_history": low, "new_tokens": 0.5, "mean_history": 4900}
+    trace = load_trace("mt-like", **options, start_multiple=multiple)
+    requests = Requests.concatenate(list(trace.blocks()))
+    first = requests.end[np.unique(requests.user, return_index=True)[1]]
+    assert set(np.unique(first[first > low] % multiple)) == {0}
+    assert first.min() == low
+    assert requests.history_length.mean() == pytest.approx(trace.config.mean_history, rel=0.02)
+
+
 def test_items_follow_the_popularity_law_and_differ_between_users():
     trace = load_trace("kuairand-like", **SMALL, num_items=100, item_exponent=1.0, num_actions=4)
     item = np.concatenate([trace.events(u).item for u in range(40)])
@@ -179,6 +223,9 @@ def test_full_size_streams_in_bounded_memory_and_time():
         ({"users": 10, "requests": 9}, "requests=9 must be at least users=10"),
         ({"users": 10, "requests": 100, "mean_history": 30_000}, "must lie between"),
         ({"tail_index": -1}, "tail_index=-1"),
+        ({"mean_history": 19_000, "start_multiple": 10_000, "new_tokens": 0.1}, "out of reach.*lower start_multiple"),
+        ({"new_tokens": 0}, "new_tokens=0 must be"),
+        ({"pace_sigma": -0.1}, "pace_sigma=-0.1 must be"),
         ({"seed": 1.5}, "seed=1.5 must be an integer"),
         ({"session_length": 4}, "unknown option 'session_length'; known options: name, users"),
         ({"at_cap": "fade"}, "at_cap='fade'"),
