@@ -9,8 +9,12 @@
 #include <stdexcept>
 #include <thread>
 
+#include <dlfcn.h>
+
 #include "engine/engine.h"
 #include "engine/layout.h"
+#include "runtime/cuda.h"
+#include "runtime/threads.h"
 #include "index/simulate.h"
 
 namespace nb = nanobind;
@@ -47,6 +51,7 @@ std::vector<RowRequest> read_requests(uintptr_t users, uintptr_t lengths, uintpt
 // A batch keeps its engine alive, so that nothing is freed under it.
 struct NativeBatch {
   std::shared_ptr<Engine> engine;
+  std::unique_ptr<Stream> compute;  // the caller's stream of a CUDA device, while the batch is open
   Engine::OpenBatch open;
   std::vector<int64_t> candidates;
 
@@ -106,6 +111,24 @@ nb::dict to_dict(const Counters& c, const Gauges& g) {
   return out;
 }
 
+// The calls of the CUDA runtime, from the library that has them: this one is built without.
+std::shared_ptr<CudaApi> load_cuda(const std::string& library) {
+  void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+  const auto make = handle == nullptr ? nullptr : reinterpret_cast<CudaApi* (*)()>(dlsym(handle, "mtserve_make_cuda_api"));
+  if (make == nullptr) throw std::runtime_error(library + " cannot be used: " + dlerror());
+  return std::shared_ptr<CudaApi>(make());
+}
+
+std::unique_ptr<Tier> pinned_arena(const std::shared_ptr<CudaApi>& api, const IndexConfig& config, const Geometry& geometry) {
+  Pinner pinner;
+  pinner.pin = [api](std::byte* at, int64_t bytes) {
+    if (const int code = api->pin(at, bytes))
+      throw std::runtime_error("cudaHostRegister (" + std::to_string(bytes) + " bytes): " + api->describe(code));
+  };
+  pinner.unpin = [api](std::byte* at) { api->unpin(at); };
+  return std::make_unique<HostArena>(geometry, int64_t{config.num_chunks} * (config.chunk_tokens / config.slot_tokens), std::move(pinner));
+}
+
 // The index alone, for tests and simulation: plans are carried out by whoever asks.
 struct PlannedBatch {
   Batch batch;
@@ -143,7 +166,8 @@ NB_MODULE(_core, m) {
       .def_static(
           "create",
           [](const IndexConfig& config, int32_t num_layers, int64_t k_row_bytes, int64_t v_row_bytes, uintptr_t table, int64_t table_pages,
-             bool staged_onload, bool staged_offload, int32_t busy_wait_ms, bool read_region) {
+             bool staged_onload, bool staged_offload, int32_t busy_wait_ms, bool read_region, const std::string& cuda_library, int device,
+             bool kernel_onloads) {
             const Geometry geometry{num_layers, config.page_size, config.slot_tokens, k_row_bytes, v_row_bytes};
             const EngineOptions options{staged_onload ? Strategy::staged : Strategy::direct, staged_offload ? Strategy::staged : Strategy::direct, busy_wait_ms, read_region};
             const DeviceTable pages{at<std::byte>(table), table_pages, geometry.page_bytes()};
@@ -151,10 +175,17 @@ NB_MODULE(_core, m) {
             const auto release = [](Engine* engine) {
               if (engine->is_in_own_process()) delete engine;
             };
-            return std::shared_ptr<Engine>(new Engine(config, geometry, pages, nullptr, nullptr, options), release);
+            std::unique_ptr<Tier> tier;
+            std::unique_ptr<Runtime> runtime;
+            if (!cuda_library.empty()) {
+              const std::shared_ptr<CudaApi> api = load_cuda(cuda_library);
+              runtime = std::make_unique<CudaRuntime>(api, std::make_unique<ThreadsRuntime>(), device, kernel_onloads);
+              tier = pinned_arena(api, config, geometry);
+            }
+            return std::shared_ptr<Engine>(new Engine(config, geometry, pages, std::move(tier), std::move(runtime), options), release);
           },
           "config"_a, "num_layers"_a, "k_row_bytes"_a, "v_row_bytes"_a, "table"_a, "table_pages"_a, "staged_onload"_a = false,
-          "staged_offload"_a = false, "busy_wait_ms"_a = 0, "read_region"_a = false)
+          "staged_offload"_a = false, "busy_wait_ms"_a = 0, "read_region"_a = false, "cuda_library"_a = "", "device"_a = 0, "kernel_onloads"_a = false)
       .def("inject_faults",
            [](Engine& self, int64_t onload_copy, int64_t offload_copy, int64_t delay_us) {
              Faults& faults = self.runtime().faults;
@@ -165,7 +196,7 @@ NB_MODULE(_core, m) {
            "onload_copy"_a = 0, "offload_copy"_a = 0, "delay_us"_a = 0)
       .def("begin",
            [](std::shared_ptr<Engine> self, uintptr_t users, uintptr_t lengths, uintptr_t candidates, int64_t rows, int64_t context_tokens,
-              uintptr_t token_hashes, uintptr_t context_keys, uint32_t version, uintptr_t layout, bool may_wait) {
+              uintptr_t token_hashes, uintptr_t context_keys, uint32_t version, uintptr_t layout, bool may_wait, uintptr_t stream) {
              auto batch = std::make_unique<NativeBatch>();
              batch->engine = self;
              const auto requests = read_requests(users, lengths, token_hashes, context_keys, rows, context_tokens);
@@ -173,11 +204,13 @@ NB_MODULE(_core, m) {
              for (int64_t i = 0; i < rows; ++i)
                if (batch->candidates[i] < 0)
                  throw std::invalid_argument("num_candidates[" + std::to_string(i) + "] is " + std::to_string(batch->candidates[i]) + "; it cannot be negative");
+             if (auto* cuda = dynamic_cast<CudaRuntime*>(&self->runtime())) batch->compute = cuda->wrap_stream(at<void>(stream), "compute");
+             const auto begin = [&] { self->begin(requests, static_cast<int32_t>(context_tokens), version, batch->open, batch->compute.get()); };
              if (may_wait) {
                nb::gil_scoped_release release;
-               self->begin(requests, static_cast<int32_t>(context_tokens), version, batch->open);
+               begin();
              } else {
-               self->begin(requests, static_cast<int32_t>(context_tokens), version, batch->open);
+               begin();
              }
              write_layout(batch->open.batch, batch->candidates, at<int64_t>(layout));
              return batch;
@@ -210,6 +243,7 @@ NB_MODULE(_core, m) {
         return nb::make_tuple(l.committed, l.device, l.host);
       })
       .def("check", [](Engine& self) { return self.index().check(); })
+      .def("error", [](Engine& self) { return self.runtime().error(); })
       .def("stats", [](Engine& self) {
         nb::dict out = to_dict(self.index().counters(), self.index().gauges());
         nb::list waits, wait_ns;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import logging
 import os
 import weakref
@@ -223,7 +224,7 @@ class HierarchicalKVCache(KVCache):
 
     Args:
         config: geometry, sizes and policies.
-        device: where the model runs; this build serves "cpu".
+        device: where the model runs: "cpu", or "cuda:N" with a build that has the CUDA library.
 
     Raises:
         ConfigError: the device is not served by this build, or the memory cannot be had.
@@ -231,12 +232,11 @@ class HierarchicalKVCache(KVCache):
 
     def __init__(self, config: CacheConfig, device: torch.device | str = "cpu") -> None:
         super().__init__(config, device)
-        if self.device.type != "cpu":
-            raise ConfigError(f"device={str(device)!r} is not served by this build; use device='cpu'")
+        library = self._cuda_library()
         self._pid = os.getpid()
         try:
             self.table = torch.empty(config.table_shape, dtype=config.torch_dtype, device=self.device)
-            self._engine = build_engine(config, self.table)
+            self._engine = build_engine(config, self.table, library)
         except (MemoryError, RuntimeError) as error:
             raise ConfigError(
                 f"the memory cannot be had ({error}): num_pages={config.num_pages} + "
@@ -278,6 +278,7 @@ class HierarchicalKVCache(KVCache):
                 self._version_id(version),
                 layout.data_ptr(),
                 self.config.busy_wait_ms > 0,
+                self._stream(),
             )
         except ValueError as error:
             raise InputError(str(error)) from None
@@ -387,6 +388,26 @@ class HierarchicalKVCache(KVCache):
             for stream, name, begin, end in self._engine.take_timeline():
                 spans.append(Span(stream, name, begin * 1e-9, end * 1e-9))
 
+    def _cuda_library(self) -> str:
+        """Path of the library that serves the device; empty for the CPU."""
+        if self.device.type == "cpu":
+            return ""
+        spec = importlib.util.find_spec("mtserve_plugin._cuda_api")
+        if self.device.type != "cuda" or spec is None or spec.origin is None:
+            raise ConfigError(
+                f"device={str(self.device)!r} is not served by this build; use device='cpu', or build the CUDA part: "
+                "pip install . -C cmake.define.MTSERVE_CUDA=ON"
+            )
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device={str(self.device)!r}: torch finds no CUDA device; mtserve doctor says why")
+        if self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        return spec.origin
+
+    def _stream(self) -> int:
+        """The caller's stream, on which a batch computes; 0 on the CPU."""
+        return 0 if self.device.type == "cpu" else torch.cuda.current_stream(self.device).cuda_stream
+
     def lengths(self, user_id: int, *, version: str = "") -> dict[str, int] | None:
         """What is stored for a user, in tokens: `committed`, `device`, `persisted`; `None` for an unknown user."""
         self.check_process()
@@ -431,7 +452,7 @@ class HierarchicalKVCache(KVCache):
             )
 
 
-def build_engine(config: CacheConfig, table: torch.Tensor) -> Any:
+def build_engine(config: CacheConfig, table: torch.Tensor, cuda_library: str = "") -> Any:
     """The native side of a cache over this page table."""
     from mtserve_plugin import _core
 
@@ -446,6 +467,9 @@ def build_engine(config: CacheConfig, table: torch.Tensor) -> Any:
         staged_offload=config.offload_strategy == "staged",
         busy_wait_ms=config.busy_wait_ms,
         read_region=config.read_onload_region,
+        cuda_library=cuda_library,
+        device=table.device.index or 0,
+        kernel_onloads=config.onload_strategy == "kernel",
     )
 
 

@@ -13,6 +13,7 @@ from mtserve_plugin.errors import ConfigError
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 STRATEGIES = ("direct", "staged")
+ONLOAD_STRATEGIES = (*STRATEGIES, "kernel")
 
 # The host arena's allocation unit at the paper's chunk size: small enough that a user of 40 tokens wastes little.
 _SLOT_TOKENS = 128
@@ -42,7 +43,8 @@ class CacheConfig:
         tail_write_back: write users near the cold end to the host before eviction reaches them, so that no tail is
             lost; `False` is the paper's policy (full chunks only).
         onload_strategy: "direct" (host blocks straight into pages) or "staged" (through staging buffers and the onload
-            region, then scattered; paper 4.2). Staged needs `onload_pages`.
+            region, then scattered; paper 4.2). Staged needs `onload_pages`. "kernel" is direct by a kernel that reads
+            pinned host memory instead of a copy engine; on a CPU the same as direct.
         read_onload_region: batches read what they bring where it lands in the onload region, before it is scattered
             (paper 4.1), and rows for which there are no pages are read from there alone. Needs staged onloads.
         offload_strategy: "direct" or "staged" (gathered into a transient buffer first; paper 4.2).
@@ -85,9 +87,9 @@ class CacheConfig:
         for name in ("tail_write_back", "read_onload_region"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
-        for name in ("onload_strategy", "offload_strategy"):
-            if not isinstance(getattr(self, name), str) or getattr(self, name) not in STRATEGIES:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(STRATEGIES)}")
+        for name, known in (("onload_strategy", ONLOAD_STRATEGIES), ("offload_strategy", STRATEGIES)):
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in known:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(known)}")
         if self.onload_strategy == "staged" and self.host_bytes and not self.onload_pages:
             raise ConfigError("onload_strategy='staged' needs an onload region; set onload_pages or use 'direct'")
         if self.read_onload_region and self.onload_strategy != "staged":

@@ -4,13 +4,12 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <dlfcn.h>
+
 #include <stdexcept>
 #include <string>
 
 #include "cuda/launch.h"
-
-// Declared here: the header of the CUDA shim asks for CUDA headers.
-extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 
 namespace mtserve::cuda {
 namespace {
@@ -21,9 +20,18 @@ void require(bool condition, const char* op, const std::string& what) {
   if (!condition) throw std::runtime_error(std::string(op) + ": " + what);
 }
 
+// Found when it is first needed: a torch without CUDA, which is enough to build this, has no library to link to.
+using CurrentStream = AOTITorchError (*)(int32_t device_index, void** stream);
+
+CurrentStream find_current_stream() {
+  void* torch_cuda = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+  return torch_cuda == nullptr ? nullptr : reinterpret_cast<CurrentStream>(dlsym(torch_cuda, "aoti_torch_get_current_cuda_stream"));
+}
+
 void* current_stream(const Tensor& on) {
+  static const CurrentStream current = find_current_stream();
   void* stream = nullptr;
-  if (aoti_torch_get_current_cuda_stream(on.get_device(), &stream) != 0) throw std::runtime_error("no current CUDA stream");
+  if (current == nullptr || current(on.get_device(), &stream) != 0) throw std::runtime_error("torch tells no current CUDA stream");
   return stream;
 }
 

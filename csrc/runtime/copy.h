@@ -20,6 +20,7 @@ struct Piece {
 enum class Route { to_device, to_host, on_device };
 
 struct Faults;
+using FaultCounter = std::atomic<int64_t> Faults::*;
 
 struct CopyOrder {
   const char* name = "";  // a literal
@@ -28,7 +29,7 @@ struct CopyOrder {
   std::atomic<bool>* failed = nullptr;  // set when the copy fails; when it is set already, nothing is copied
   std::shared_ptr<void> owner;          // keeps what `failed` and the pieces belong to
   Faults* faults = nullptr;             // where injected faults are counted ...
-  std::atomic<int64_t> Faults::* fault = nullptr;  // ... and under which name; null: this copy is never chosen
+  FaultCounter fault = nullptr;         // ... and under which name; null: this copy is never chosen
 };
 
 // Does it now, on this thread.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <numeric>
 #include <thread>
 #include <vector>
 
@@ -26,8 +27,8 @@ void populate(std::byte* begin, int64_t bytes) {
 
 }  // namespace
 
-HostArena::HostArena(const Geometry& geometry, int64_t num_slots)
-    : geometry_(geometry), bytes_(num_slots * geometry.slot_bytes()) {
+HostArena::HostArena(const Geometry& geometry, int64_t num_slots, Pinner pinner)
+    : geometry_(geometry), bytes_(num_slots * geometry.slot_bytes()), pinner_(std::move(pinner)) {
   if (bytes_ == 0) return;
   void* at = mmap(nullptr, static_cast<size_t>(bytes_), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (at == MAP_FAILED) throw std::bad_alloc();
@@ -40,18 +41,26 @@ HostArena::HostArena(const Geometry& geometry, int64_t num_slots)
 HostArena::~HostArena() { HostArena::close(); }
 
 void HostArena::close() {
+  for (std::byte* slice : pinned_) pinner_.unpin(slice);
+  pinned_.clear();
   if (base_ != nullptr) munmap(base_, static_cast<size_t>(bytes_));
   base_ = nullptr;
 }
 
 int64_t HostArena::touch(int64_t bytes, int threads) {
   constexpr int64_t kAlign = int64_t{2} << 20;
-  const int64_t end = std::min(bytes_, (touched_ + bytes + kAlign - 1) / kAlign * kAlign);
+  // No copy may cross from one pinned slice to the next, and no page of the system may belong to two.
+  const int64_t whole = std::lcm(kAlign, geometry_.slot_bytes());
+  const int64_t end = std::min(bytes_, (touched_ + bytes + whole - 1) / whole * whole);
   const int64_t share = ((end - touched_) / threads + kAlign) / kAlign * kAlign;
   std::vector<std::thread> workers;
   for (int64_t at = touched_; at < end; at += share)
     workers.emplace_back(populate, base_ + at, std::min(share, end - at));
   for (std::thread& worker : workers) worker.join();
+  if (pinner_.pin && end > touched_) {
+    pinner_.pin(base_ + touched_, end - touched_);
+    pinned_.push_back(base_ + touched_);
+  }
   return touched_ = end;
 }
 

@@ -4,20 +4,30 @@
 // chunk is one contiguous piece (2 MiB at the paper's size).
 #pragma once
 
+#include <functional>
+#include <utility>
+#include <vector>
+
 #include "tiers/tier.h"
 
 namespace mtserve {
 
+// Makes memory reachable for copy engines, and takes that back. `pin` may throw.
+struct Pinner {
+  std::function<void(std::byte*, int64_t)> pin;
+  std::function<void(std::byte*)> unpin;
+};
+
 class HostArena : public Tier {
  public:
   // Maps the address range; throws std::bad_alloc when the system refuses. Huge pages where it allows them.
-  HostArena(const Geometry& geometry, int64_t num_slots);
+  HostArena(const Geometry& geometry, int64_t num_slots, Pinner pinner = {});
   ~HostArena() override;
   HostArena(const HostArena&) = delete;
   HostArena& operator=(const HostArena&) = delete;
 
-  // Makes the next `bytes` of the arena resident, on `threads` threads; returns the bytes resident so far. Without it
-  // the first requests would pay for the page faults.
+  // Makes the next `bytes` of the arena resident, on `threads` threads, and pins them; returns the bytes resident so far.
+  // Without it the first requests would pay for the page faults, and copy engines would not reach them.
   int64_t touch(int64_t bytes, int threads);
 
   int64_t capacity() const override { return base_ == nullptr ? 0 : bytes_; }
@@ -35,6 +45,8 @@ class HostArena : public Tier {
 
   const Geometry geometry_;
   const int64_t bytes_;
+  const Pinner pinner_;
+  std::vector<std::byte*> pinned_;
   int64_t touched_ = 0;
   std::byte* base_ = nullptr;
 };

@@ -100,7 +100,7 @@ void OffloadPipeline::gather(const JobPtr& job, int32_t layer) {
 }
 
 CopyOrder OffloadPipeline::order(const char* name, Route route, const JobPtr& job, std::vector<Piece> pieces,
-                                 std::atomic<int64_t> Faults::* fault) const {
+                                 FaultCounter fault) const {
   return {name, route, std::move(pieces), &job->failed, job, &runtime_.faults, fault};
 }
 

@@ -38,7 +38,7 @@ class OffloadPipeline {
   void gather(const JobPtr& job, int32_t layer);
   void drain_slice(const JobPtr& job, const Slice& slice, int32_t layer);
   CopyOrder order(const char* name, Route route, const JobPtr& job, std::vector<Piece> pieces,
-                  std::atomic<int64_t> Faults::* fault = nullptr) const;
+                  FaultCounter fault = nullptr) const;
   std::byte* transient_page(const Job& job, int32_t layer, int32_t page) const;
 
   Runtime& runtime_;

@@ -70,7 +70,7 @@ void OnloadPipeline::issue_direct(const TransferTask& task, const LoadPtr& load,
 }
 
 CopyOrder OnloadPipeline::order(const char* name, Route route, const LoadPtr& load, std::vector<Piece> pieces,
-                                std::atomic<int64_t> Faults::* fault) const {
+                                FaultCounter fault) const {
   return {name, route, std::move(pieces), &load->failed, load, &runtime_.faults, fault};
 }
 

@@ -38,7 +38,7 @@ class OnloadPipeline {
   void issue_staged(const TransferTask& task, const LoadPtr& load, int32_t layer);
   void scatter(const TransferTask& task, const LoadPtr& load, int32_t layer, const std::vector<Slice>& parts);
   CopyOrder order(const char* name, Route route, const LoadPtr& load, std::vector<Piece> pieces,
-                  std::atomic<int64_t> Faults::* fault = nullptr) const;
+                  FaultCounter fault = nullptr) const;
 
   Runtime& runtime_;
   const Places places_;
