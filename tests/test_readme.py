@@ -13,7 +13,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 def test_the_example_scores_the_same_with_and_without_the_cache() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[0]
     torch.manual_seed(0)
     names: dict = {}
     exec(compile(code, str(README), "exec"), names)

@@ -19,15 +19,16 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 CHECKOUT = os.environ.get("GENERATIVE_RECOMMENDERS")
 
-HOSTS = [
-    pytest.param("", "stand-ins", id="doubles"),
-    pytest.param(
-        CHECKOUT,
-        "its own checkout",
-        id="checkout",
-        marks=pytest.mark.skipif(not CHECKOUT, reason="GENERATIVE_RECOMMENDERS does not name a checkout"),
-    ),
-]
+
+def runs_of(path: Path) -> list[Any]:
+    """A notebook with `ranking_service` runs on the doubles and on the host itself, any other needs neither."""
+    if "ranking_service" not in path.read_text(encoding="utf-8"):
+        return [pytest.param(path, "", "", id=path.stem)]
+    skip = pytest.mark.skipif(not CHECKOUT, reason="GENERATIVE_RECOMMENDERS does not name a checkout")
+    return [
+        pytest.param(path, "", "stand-ins", id=f"{path.stem}-doubles"),
+        pytest.param(path, CHECKOUT, "its own checkout", id=f"{path.stem}-checkout", marks=skip),
+    ]
 
 
 def text_of(notebook: Any) -> str:
@@ -35,8 +36,7 @@ def text_of(notebook: Any) -> str:
     return "\n".join(output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs)
 
 
-@pytest.mark.parametrize(("checkout", "name"), HOSTS)
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(("path", "checkout", "name"), [run for path in NOTEBOOKS for run in runs_of(path)])
 def test_runs(
     path: Path, checkout: str, name: str, tmp_path: Path, tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,5 +73,14 @@ def test_is_stored_as_it_ran(path: Path) -> None:
     assert os.uname().nodename not in stored
 
 
-def test_there_are_notebooks() -> None:
-    assert NOTEBOOKS
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_links_lead_somewhere(path: Path) -> None:
+    cells = nbformat.read(path, as_version=4).cells
+    text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    for link in re.findall(r"\]\(([^)\s:]+)\)", text):
+        assert (path.parent / link.partition("#")[0]).exists(), link
+
+
+def test_every_notebook_is_listed() -> None:
+    listed = re.findall(r"\((\w+\.ipynb)\)", (ROOT / "examples/README.md").read_text(encoding="utf-8"))
+    assert sorted(listed) == [path.name for path in NOTEBOOKS]
