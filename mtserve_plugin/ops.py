@@ -4,6 +4,10 @@ Layout, the same for all of them: a device table is `[layers, pages, page_elemen
 its K block `[page_size, heads, qk_dim]` and behind it its V block `[page_size, heads, v_dim]`. Dtypes are
 float32, float16 or bfloat16, the same for all floating tensors of a call.
 
+For CUDA tensors the copies are CUDA kernels (CMake option `MTSERVE_CUDA`), attention is a Triton kernel
+(`triton_kernels/`). Lengths, page lists and slots stay on the host, where `CacheBatch` keeps them: they are copied to
+the device once per tensor, without waiting for it.
+
 The CPU kernels release the GIL and run on torch's threads. They are compiled for several instruction sets;
 the environment variable `MTSERVE_CPU_ISA` (`baseline`, `avx2`, `avx512`) forbids the wider ones.
 
@@ -20,6 +24,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mtserve_plugin.errors import MissingDependencyError
 
@@ -98,6 +103,8 @@ def append_pages(
     Raises:
         RuntimeError: a shape, dtype, slot or the layer is wrong; nothing was written.
     """
+    if table.is_cuda and slots.device.type == "cpu":
+        slots = _on_device(slots, table.device)
     _append_pages(table, layer, k, v, slots, page_size)
 
 
@@ -203,6 +210,7 @@ def paged_hstu_attention(
 
     Raises:
         RuntimeError: a shape, dtype, page id, length or the layer is wrong.
+        MissingDependencyError: the tensors are on a CUDA device and triton is missing.
     """
     return _paged_hstu_attention(
         q,
@@ -227,6 +235,24 @@ def cpu_isa() -> str:
     return _cpu_isa()
 
 
+_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _on_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a host tensor, made once per tensor and stream; the host does not wait for it."""
+    key = (device, torch.cuda.current_stream(device).cuda_stream, 0 if x.is_inference() else x._version)
+    known = _copies.get(x)
+    if known is None or known[0] != key:
+        known = _copies[x] = (key, x.pin_memory().to(device, non_blocking=True))
+    return known[1]
+
+
+def _attention_on_cuda(*args: Any) -> torch.Tensor:
+    from mtserve_plugin.triton_kernels import launch_module
+
+    return launch_module().paged_hstu_attention(*args)
+
+
 def _fake_in_place(*args: Any) -> None:
     return None
 
@@ -239,3 +265,4 @@ if _problem is None:
     for _name in ("append_pages", "gather_pages", "scatter_pages"):
         torch.library.register_fake(f"mtserve::{_name}", _fake_in_place)
     torch.library.register_fake("mtserve::paged_hstu_attention", _fake_attention)
+    torch.library.impl("mtserve::paged_hstu_attention", "CUDA", _attention_on_cuda)

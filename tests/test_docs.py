@@ -46,6 +46,8 @@ SMALL = {
     "replay --paper figure1": "--scale small --threads 1 --heads 2 --dim 8",
     "simulate": "--limit 400 --host-bytes 1GiB",
     "simulate synthetic": "--users 300 --requests 400",
+    "plan": "--users 60 --tokens 300 --new-tokens 6 --model tiny --device-memory 80MiB --host-memory 64MiB "
+    "--batch-size 2",
     "bench index": "--ids 20000 --users 2000 --visits 6",
     "bench transfer": "--layers 4 --rounds 2 --users 2 --tokens 1024",
     "bench forward": "--history 70 --delta 5 --candidates 7 --layers 2 --heads 2 --dim 16 --rounds 1",
