@@ -231,7 +231,7 @@ def paged_hstu_attention(
 
 
 def cpu_isa() -> str:
-    """The instruction set that attention uses on this processor: "avx512", "avx2" or "baseline"."""
+    """The instruction set that attention uses on this processor: "avx512_bf16", "avx512", "avx2" or "baseline"."""
     return _cpu_isa()
 
 

@@ -21,6 +21,10 @@ const AttentionKernel& choose_kernel() {
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#if defined(MTSERVE_X86_BF16)
+  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  if (bf16 && limit != "avx512" && limit != "avx2" && limit != "baseline") return kAttentionAvx512Bf16;
+#endif
   if (avx512 && limit != "avx2" && limit != "baseline") return kAttentionAvx512;
   if (avx2 && limit != "baseline") return kAttentionAvx2;
 #endif

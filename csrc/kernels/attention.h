@@ -40,8 +40,8 @@ struct AttentionProblem {
   int64_t max_attn_len;  // 0: all
 };
 
-// The instruction set that attention uses on this processor: "avx512", "avx2" or "baseline". The environment
-// variable MTSERVE_CPU_ISA, read once, forbids the wider ones.
+// The instruction set that attention uses on this processor: "avx512_bf16", "avx512", "avx2" or "baseline". The
+// environment variable MTSERVE_CPU_ISA, read once, forbids the wider ones.
 const char* attention_isa();
 
 // The work of one call, cut into items that threads take one after the other.

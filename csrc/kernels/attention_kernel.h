@@ -33,6 +33,9 @@ extern const AttentionKernel kAttentionBaseline;
 #if defined(MTSERVE_X86_KERNELS)
 extern const AttentionKernel kAttentionAvx2;
 extern const AttentionKernel kAttentionAvx512;
+#if defined(MTSERVE_X86_BF16)
+extern const AttentionKernel kAttentionAvx512Bf16;
+#endif
 #endif
 
 // Positions of the keys that a dense row sees in pages and history, [first, last); a candidate sees itself

@@ -9,9 +9,9 @@
 namespace mtserve::kernels {
 namespace {
 
-// Transfers from this size on leave no cache useful anyway: stores past the caches spare reading the lines
-// that they overwrite. (memcpy decides by the size of one call, which here is a page.)
-constexpr int64_t kStreamBytes = 32 << 20;
+// From this size on stores past the caches win, because they spare reading the lines that they overwrite, unless
+// source and target lie in a cache already. (memcpy decides by the size of one call, which here is a page.)
+constexpr int64_t kStreamBytes = 8 << 20;
 
 void copy(const char* from, char* to, int64_t bytes, bool stream) {
 #if defined(__SSE2__)
@@ -53,6 +53,12 @@ void copy_page(const TransferArgs& args, const char* from, char* to, int64_t row
   copy(from + v_offset, to + v_offset, rows * args.v_bytes, stream);
 }
 
+// Rows that lie `stride` apart, to one behind the other.
+void copy_rows(const char* from, int64_t stride, char* to, int64_t bytes, int64_t rows, bool stream) {
+  if (stride == bytes) return copy(from, to, rows * bytes, stream);
+  for (int64_t i = 0; i < rows; ++i) copy(from + i * stride, to + i * bytes, bytes, stream);
+}
+
 template <class Copy>
 void for_each_page(const TransferArgs& args, int64_t begin, int64_t end, Copy&& copy_one) {
   if (begin >= end) return;
@@ -72,15 +78,24 @@ void for_each_page(const TransferArgs& args, int64_t begin, int64_t end, Copy&& 
 }  // namespace
 
 void append_pages(const AppendArgs& args, int64_t begin, int64_t end) {
-  for (int64_t t = begin; t < end; ++t) {
+  const bool stream = args.total_bytes >= kStreamBytes;
+  for (int64_t t = begin; t < end;) {
     const int64_t slot = args.slots[t];
-    if (slot < 0) continue;
+    if (slot < 0) {
+      ++t;
+      continue;
+    }
+    // A history's tokens follow each other in a page, so that most of them go together.
     const int64_t row = slot % args.page_size;
+    int64_t rows = 1;
+    while (t + rows < end && row + rows < args.page_size && args.slots[t + rows] == slot + rows) ++rows;
     char* page = args.table + slot / args.page_size * args.page_stride;
-    std::memcpy(page + row * args.k_bytes, args.k + t * args.k_stride, static_cast<size_t>(args.k_bytes));
-    std::memcpy(page + args.page_size * args.k_bytes + row * args.v_bytes, args.v + t * args.v_stride,
-                static_cast<size_t>(args.v_bytes));
+    copy_rows(args.k + t * args.k_stride, args.k_stride, page + row * args.k_bytes, args.k_bytes, rows, stream);
+    copy_rows(args.v + t * args.v_stride, args.v_stride,
+              page + args.page_size * args.k_bytes + row * args.v_bytes, args.v_bytes, rows, stream);
+    t += rows;
   }
+  finish(stream);
 }
 
 void gather_pages(const TransferArgs& args, int64_t begin, int64_t end) {

@@ -20,6 +20,7 @@ struct AppendArgs {
   int64_t k_bytes;  // of one token's K
   int64_t v_bytes;
   const int64_t* slots;  // page id * page_size + row; negative: skipped
+  int64_t total_bytes;   // of the tokens that are not skipped
 };
 
 // Writes the token rows [begin, end).

@@ -159,7 +159,8 @@ void append_pages_op(Tensor table, int64_t layer, const Tensor& k, const Tensor&
   args.v_bytes = v_row * bytes;
   args.slots = at.data;
   // Most rows of a batch are candidates, which are skipped: what is stored decides whether threads are worth waking.
-  const int64_t share = (args.k_bytes + args.v_bytes) * stored / tokens;
+  args.total_bytes = (args.k_bytes + args.v_bytes) * stored;
+  const int64_t share = args.total_bytes / tokens;
   const int64_t grain = std::max<int64_t>(1, kCopyGrainBytes / std::max<int64_t>(1, share));
   torch::stable::parallel_for(0, tokens, grain,
                               [&](int64_t begin, int64_t end) { append_pages(args, begin, end); });

@@ -65,6 +65,14 @@ class Batch:
         ]
         return torch.cat(rows)
 
+    def magnitudes(self) -> torch.Tensor:
+        """float64 [T, heads, v_dim]: sums of the magnitudes of what attention adds up."""
+        rows = [
+            row_attention(q, k, v.abs(), c, paged, self.scale, self.norm_len, self.window, magnitude=True)
+            for q, k, v, c, paged in zip(self.q, self.k, self.v, self.candidates, self.paged, strict=True)
+        ]
+        return torch.cat(rows)
+
     def split(self, paged: list[int]) -> Batch:
         """The same tokens, with another part of each history in pages."""
         return with_pages(replace(self, paged=paged))
@@ -79,8 +87,9 @@ def row_attention(
     scale: float,
     norm_len: float,
     window: int,
+    magnitude: bool = False,
 ) -> torch.Tensor:
-    """The queries of one row from `first` on, history and candidates, in float64."""
+    """The queries of one row from `first` on, history and candidates, in float64; `magnitude`: of scores."""
     history = len(q) - candidates
     key = torch.arange(len(q))[None, :]
     query = torch.arange(first, len(q))[:, None]
@@ -92,7 +101,7 @@ def row_attention(
     q, k, v = q[first:].double(), k.double(), v.double()
     scores = torch.nn.functional.silu(scale * torch.einsum("ihd,jhd->hij", q, k)) / norm_len
     scores = scores.masked_fill(~seen, 0.0)
-    return torch.einsum("hij,jhd->ihd", scores, v)
+    return torch.einsum("hij,jhd->ihd", scores.abs() if magnitude else scores, v)
 
 
 def with_pages(batch: Batch) -> Batch:

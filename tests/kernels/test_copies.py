@@ -29,13 +29,15 @@ def token_rows(page, k_row, page_size):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("strided", [False, True])
-def test_append(dtype, shape, strided):
+@pytest.mark.parametrize("in_order", [False, True])
+def test_append(dtype, shape, strided, in_order):
     heads, qk_dim, v_dim, page_size = shape
     pages, tokens = 9, 40
     table = random_table(3, pages, shape, dtype)
     before = table.clone()
-    slots = torch.randperm(max(pages * page_size, tokens))[:tokens]
-    slots[(slots >= pages * page_size) | (torch.rand(tokens) < 0.3)] = -1
+    # In order, rows run from one page into the next, with gaps.
+    slots = 3 + torch.arange(tokens) if in_order else torch.randperm(max(pages * page_size, tokens))[:tokens]
+    slots[(slots >= pages * page_size) | (torch.rand(tokens) < (0.1 if in_order else 0.3))] = -1
     if strided:
         wide = torch.randn(tokens, heads * (qk_dim + v_dim) + 3).to(dtype)
         k = wide[:, : heads * qk_dim].unflatten(1, (heads, qk_dim))
@@ -156,3 +158,25 @@ def test_large_transfers(offset):
     back = torch.full_like(table, float("nan"))
     ops.scatter_pages(back, out, ids, rows, row, page_size)
     assert torch.equal(back[0, ids.long()].nan_to_num(0.0), out[0].nan_to_num(0.0))
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("strided", [False, True])
+def test_large_appends(offset, strided):
+    """As large transfers."""
+    page_size, row = 32, 130
+    elements = 2 * page_size * row
+    pages = (10 << 20) // (4 * elements)
+    storage = torch.full((offset + pages * elements,), float("nan"))
+    table = storage[offset:].view(1, pages, elements)
+    k, v = torch.randn(pages * page_size, 2 * row).split(row, dim=1)
+    if not strided:
+        k, v = k.contiguous(), v.contiguous()
+    ids = torch.randperm(pages)
+    slots = (ids[:, None] * page_size + torch.arange(page_size)).flatten()
+    slots[::100] = -1
+    ops.append_pages(table, 0, k.unflatten(1, (2, 65)), v.unflatten(1, (2, 65)), slots, page_size)
+    got = table[0, ids].view(pages, 2, page_size, row).transpose(0, 1).reshape(2, -1, row)
+    kept = slots >= 0
+    assert torch.equal(got[:, kept], torch.stack([k, v])[:, kept])
+    assert got[:, ~kept].isnan().all()
