@@ -143,7 +143,7 @@ def attention(
 ) -> None:
     """Measure attention over pages against matrix products, and copies of pages against memcpy.
 
-    One thread, float32 and bfloat16. MTSERVE_CPU_ISA limits the instruction set of the kernel, but not that of the matrix
+    One thread, float32 and bfloat16. MTSERVE_CPU_ISA limits the instruction set of the kernel, not that of the matrix
     products. The exit code is 1 when attention differs from float64 by more than its dtype's rounding.
 
     Examples:
