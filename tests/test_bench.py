@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mtserve_plugin import bench
+from mtserve_plugin.bench import index as bench
 from mtserve_plugin.cli import app
 from mtserve_plugin.machine import resident_bytes
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mtserve_plugin import bench_attention as module
 from mtserve_plugin import ops
+from mtserve_plugin.bench import attention as module
 from mtserve_plugin.cli import app
 
 _SMALL = ["--queries", "7", "--keys", "100", "--heads", "2", "--dim", "9", "--rounds", "2"]

@@ -13,8 +13,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mtserve_plugin import bench_forward as module
 from mtserve_plugin import ops
+from mtserve_plugin.bench import forward as module
 from mtserve_plugin.cli import app
 from mtserve_plugin.models.layer import HSTULayer
 
@@ -147,7 +147,7 @@ def test_upstream_is_measured_too(checkout: str | None, monkeypatch: pytest.Monk
         assert measures[f"upstream_over_our_cached_{history}"] == pytest.approx(over_ours)
 
     # Embeddings of other candidates: the difference is seen.
-    host = importlib.import_module("mtserve_plugin.bench_forward_host")
+    host = importlib.import_module("mtserve_plugin.bench.forward_host")
     monkeypatch.setattr(host, "difference", lambda got, want: real_difference(got, want.flip(0)))
     result = bench()
     assert result.exit_code == 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mtserve_plugin import bench_transfer as module
+from mtserve_plugin.bench import transfer as module
 from mtserve_plugin.cli import app
 
 _SMALL = ["--users", "1", "--layers", "2", "--rounds", "1"]

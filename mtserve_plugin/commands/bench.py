@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mtserve_plugin.commands import quiet_imports
 from mtserve_plugin.commands.outcome import FAILED_CHECK, reported
 from mtserve_plugin.commands.progress import progress_bar
 from mtserve_plugin.report import check_writable, console, print_measures, print_problems, write_json
@@ -41,7 +42,7 @@ def index(
         check_writable(json_file)
         with progress_bar() as step:
             step("importing torch", 0, 1)
-            from mtserve_plugin.bench import bench_index
+            from mtserve_plugin.bench.index import bench_index
 
             result = bench_index(ids=ids, users=users, visits=visits, on_step=step)
         write_json(json_file, result.to_json())
@@ -74,7 +75,7 @@ def transfer(
         check_writable(json_file)
         with progress_bar() as step:
             step("importing torch", 0, 1)
-            from mtserve_plugin.bench_transfer import bench_transfer
+            from mtserve_plugin.bench.transfer import bench_transfer
 
             result = bench_transfer(users=users, tokens=tokens, layers=layers, rounds=rounds, on_step=step)
         write_json(json_file, result.to_json())
@@ -112,8 +113,9 @@ def forward(
     with reported():
         check_writable(json_file)
         with progress_bar() as step:
-            step("importing torch", 0, 1)
-            from mtserve_plugin.bench_forward import bench_forward
+            step("importing torch and torchrec", 0, 1)
+            quiet_imports()
+            from mtserve_plugin.bench.forward import bench_forward
 
             result = bench_forward(
                 histories=history,
@@ -156,7 +158,7 @@ def attention(
         check_writable(json_file)
         with progress_bar() as step:
             step("importing torch", 0, 1)
-            from mtserve_plugin.bench_attention import bench_attention
+            from mtserve_plugin.bench.attention import bench_attention
 
             result = bench_attention(queries=queries, keys=keys, heads=heads, dim=dim, rounds=rounds, on_step=step)
         write_json(json_file, result.to_json())

@@ -21,18 +21,18 @@ And honest: scores of every batch are compared with recompute's, and two planted
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from mtserve_plugin.bench.timing import no_garbage_collection, torch_threads
 from mtserve_plugin.cache import HierarchicalKVCache, KVCache, NoCache
 from mtserve_plugin.config import CacheConfig
 from mtserve_plugin.errors import ConfigError
@@ -217,7 +217,7 @@ class _Replay:
                 for cache in caches.values():
                     self._serve(cache, requests, f"batch size {batch_size}: warming up")
             before = {mode: cache.stats() for mode, cache in caches.items()}
-            with _no_collection() as collect:
+            with no_garbage_collection() as collect:
                 for number, requests in enumerate(self._batches[batch_size]):
                     turn = number % len(modes)
                     for mode in modes[turn:] + modes[:turn]:
@@ -448,27 +448,3 @@ def _check_memory(configs: dict[str, CacheConfig]) -> None:
 
 def _build_cache(mode: str, config: CacheConfig) -> KVCache:
     return NoCache(config) if mode == "recompute" else HierarchicalKVCache(config)
-
-
-@contextmanager
-def _no_collection() -> Iterator[Callable[[], int]]:
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield gc.collect
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@contextmanager
-def torch_threads(count: int | None) -> Iterator[None]:
-    """torch with so many threads while the block runs; `None` leaves its choice."""
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from mtserve_plugin.bench.timing import torch_threads
 from mtserve_plugin.cache import HierarchicalKVCache, KVCache, NoCache
 from mtserve_plugin.errors import InputError
 from mtserve_plugin.models.hstu import HSTURanker
@@ -14,7 +15,7 @@ from mtserve_plugin.replay.checks import TOLERANCE, Difference
 from mtserve_plugin.replay.model import build_model, to_kjt
 from mtserve_plugin.replay.options import ReplayOptions
 from mtserve_plugin.replay.paper.figures import FIGURE_1
-from mtserve_plugin.replay.run import OnStep, torch_threads
+from mtserve_plugin.replay.run import OnStep
 from mtserve_plugin.workload import CandidateSampler, Requests, Trace, build_features, load_trace
 
 

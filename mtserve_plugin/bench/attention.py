@@ -8,11 +8,9 @@ the calling thread: on an idle machine that is the time which passes, on a busy 
 from __future__ import annotations
 
 import ctypes
-import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from mtserve_plugin import ops
+from mtserve_plugin.bench.timing import no_garbage_collection
 from mtserve_plugin.errors import ConfigError
 from mtserve_plugin.machine import describe_machine
 
@@ -177,7 +176,7 @@ def bench_attention(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with _no_garbage_collection():
+        with no_garbage_collection():
             step("comparing with float64", 0, rounds + 2)
             generator = torch.Generator().manual_seed(queries + keys + heads + dim)
             cases = {name: _Attention(queries, keys, heads, dim, dtype, generator) for name, dtype in DTYPES.items()}
@@ -357,15 +356,3 @@ def _seconds(run: Callable[[], object]) -> float:
     began = time.thread_time()
     run()
     return time.thread_time() - began
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

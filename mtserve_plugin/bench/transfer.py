@@ -7,17 +7,17 @@ turn, so that whatever else the machine does hits all of them, and each share is
 from __future__ import annotations
 
 import ctypes
-import gc
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from mtserve_plugin.bench.timing import no_garbage_collection
 from mtserve_plugin.cache import HierarchicalKVCache
 from mtserve_plugin.config import CacheConfig
 from mtserve_plugin.errors import CacheError, ConfigError
@@ -160,7 +160,7 @@ def bench_transfer(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with ExitStack() as stack, _no_garbage_collection():
+        with ExitStack() as stack, no_garbage_collection():
             step("storing users", 0, total)
             places = {
                 strategy: stack.enter_context(_Place(users, tokens, layers, strategy))
@@ -414,15 +414,3 @@ def _commit_seconds(cache: HierarchicalKVCache, user: torch.Tensor, length: int)
     cache.commit(batch)
     used = time.thread_time() - began_cpu
     return time.perf_counter() - began, used
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -6,7 +6,6 @@ within its round. One thread.
 
 from __future__ import annotations
 
-import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from mtserve_plugin.bench_forward_host import HostBench, bench_host, checkout
-from mtserve_plugin.bench_timing import best, difference, timed
+from mtserve_plugin.bench.forward_host import HostBench, bench_host, checkout
+from mtserve_plugin.bench.timing import best, difference, no_garbage_collection, timed
 from mtserve_plugin.cache import HierarchicalKVCache, NoCache
 from mtserve_plugin.errors import CacheError, ConfigError
 from mtserve_plugin.machine import describe_machine
@@ -228,7 +227,7 @@ def bench_forward(
     torch.set_num_threads(1)
     try:
         tell("building the model", 0, total)
-        with _no_garbage_collection(), _Place(histories, delta, candidates, layers, heads, dim) as place:
+        with no_garbage_collection(), _Place(histories, delta, candidates, layers, heads, dim) as place:
             tell("comparing scores", 1, total)
             error, control = place.compare()
             seen = []
@@ -465,15 +464,3 @@ def _norms_timed() -> Iterator[None]:
         yield
     finally:
         F.layer_norm = inner
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mtserve_plugin.bench_timing import difference, timed
+from mtserve_plugin.bench.timing import difference, timed
 from mtserve_plugin.cache import HierarchicalKVCache, NoCache
 from mtserve_plugin.config import CacheConfig
 from mtserve_plugin.errors import CacheError, ConfigError
