@@ -305,7 +305,11 @@ NB_MODULE(_core, m) {
       })
       .def("abort", [](Index& self, PlannedBatch& b) { self.abort(b.batch, false); })
       .def("offload_gathered", &Index::offload_gathered, "task"_a)
-      .def("onload_done", &Index::onload_done, "task"_a, "ok"_a = true)
+      .def("onload_done", [](Index& self, const TransferTask& task, bool ok) {
+        std::vector<TransferTask> next;
+        self.onload_done(task, ok, next);
+        return next;
+      }, "task"_a, "ok"_a = true)
       .def("offload_done", [](Index& self, const TransferTask& task, bool ok) {
         std::vector<TransferTask> next;
         self.offload_done(task, ok, next);

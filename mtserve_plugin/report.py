@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mtserve_plugin.errors import ConfigError
+from mtserve_plugin.replay.options import SYNTHETIC_SHAPES
 
 _PIPE_WIDTH = 120
 _METRIC_WIDTH, _MODE_WIDTH = 20, 11
@@ -20,16 +23,18 @@ _SHORT = {"hierarchical": "hierarch."}
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that is 120 columns wide where there is no terminal to ask, e.g. in a pipe."""
+    """A console that is as wide as its terminal or COLUMNS; 120 columns where neither is there, e.g. in a pipe."""
     made = Console(stderr=stderr, highlight=False)
-    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=_PIPE_WIDTH)
+    if made.is_terminal or os.environ.get("COLUMNS"):
+        return made
+    return Console(stderr=stderr, highlight=False, width=_PIPE_WIDTH)
 
 
 def check_writable(path: Path | None, option: str = "--json") -> None:
     """Refuses the path of an option that cannot be written, before the work is done.
 
     Raises:
-        ConfigError: its folder is missing, or it is a folder itself.
+        ConfigError: its folder is missing, it is a folder itself, or it cannot be opened for writing.
     """
     if path is None:
         return
@@ -37,12 +42,38 @@ def check_writable(path: Path | None, option: str = "--json") -> None:
         raise ConfigError(f"{option} {path} is a folder; give the name of a file")
     if not path.parent.is_dir():
         raise ConfigError(f"{option} {path}: the folder {path.parent} does not exist; create it first")
+    if path.exists() and not path.is_file():
+        return
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise _not_writable(path, option, error) from None
+    if is_new:
+        path.unlink()
+
+
+def _not_writable(path: Path, option: str, error: OSError) -> ConfigError:
+    return ConfigError(f"{option} {path} cannot be written ({error.strerror}); give a file in a folder of yours")
 
 
 def write_json(path: Path | None, values: Any) -> None:
-    """Writes `values` as indented JSON; nothing without a path."""
-    if path is not None:
+    """Writes `values` as indented JSON; nothing without a path.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if path is None:
+        return
+    try:
         path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise _not_writable(path, "--json", error) from None
+
+
+def print_next(out: Console, text: str) -> None:
+    """What to do with the result, on one line, so that a command can be copied."""
+    out.print(Text(f"Next: {text}"), soft_wrap=True)
 
 
 def print_facts(out: Console, facts: Iterable[tuple[str, str]]) -> None:
@@ -104,13 +135,24 @@ def print_replay(out: Console, result: dict[str, Any]) -> None:
             "Background copies, finished between batches and not in the latency: mean " + ", ".join(copies),
             soft_wrap=True,
         )
-    for row in rows:
-        if row["counters"].get("rows_without_room"):
+    for size in sizes:
+        without_room = {
+            row["mode"]: row["counters"]["rows_without_room"]
+            for row in rows
+            if row["batch_size"] == size and row["counters"].get("rows_without_room")
+        }
+        if without_room:
             out.print(
-                f"{row['mode']}, batch size {row['batch_size']}: {row['counters']['rows_without_room']} requests "
-                "found no room for their pages and were not stored; raise --pages",
+                f"Batch size {size}: requests that found no room for their pages and were not stored: "
+                + ", ".join(f"{count} ({mode})" for mode, count in without_room.items())
+                + f"; raise --pages above {result['config']['pages']}",
                 soft_wrap=True,
             )
+    trace = result["config"]["trace"]
+    if trace in SYNTHETIC_SHAPES:
+        print_next(out, "the same on your log, mtserve replay --trace LOG; memory for it, mtserve plan --trace LOG")
+    else:
+        print_next(out, f"mtserve plan --trace {shlex.quote(trace)}, for the memory to give")
 
 
 def replay_facts(result: dict[str, Any]) -> list[tuple[str, str]]:
@@ -217,7 +259,7 @@ def print_measures(out: Console, title: str, rows: Iterable[tuple[str, str, str]
 _STATUS_STYLE = {"ok": "green", "warn": "yellow", "error": "bold red"}
 
 
-def print_findings(out: Console, findings: Iterable[dict[str, str]]) -> None:
+def print_findings(out: Console, findings: Sequence[dict[str, str]]) -> None:
     """`diagnose()`'s findings, and the command that mends each."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("part", "status", "version"):
@@ -237,6 +279,10 @@ def print_findings(out: Console, findings: Iterable[dict[str, str]]) -> None:
     for name, fix in fixes:
         # One line each, so that a command can be copied.
         out.print(Text(f"to mend {name}: {fix}"), soft_wrap=True)
+    if not any(finding["status"] == "error" for finding in findings):
+        print_next(out, "mtserve replay, which shows what the cache gains on this machine")
+    else:
+        print_next(out, "mend what has the status error, from the top, and run mtserve doctor again")
 
 
 def _percent(share: float) -> str:

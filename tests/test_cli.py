@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import mtserve_plugin
@@ -49,6 +53,17 @@ def test_help_teaches() -> None:
         assert wanted in text
     assert "mtserve bench index --ids" in run("bench", "index", "--help")[1]
     assert run("--version") == (0, mtserve_plugin.__version__)
+
+
+def test_mtserve_alone_names_the_first_steps() -> None:
+    result = CliRunner().invoke(app, [], env={"COLUMNS": "80"})
+    steps = [line.split() for line in result.output.splitlines() if line.startswith("  mtserve ")]
+    assert [words[1] for words in steps] == ["doctor", "replay", "replay", "simulate", "plan", "audit"]
+    assert "attach(model, cache)" in result.output
+    for words in steps:
+        named = [word for word in words[2:4] if word.startswith("--")]
+        known = run(words[1], "--help")[1]
+        assert all(option in known for option in named)
 
 
 def test_the_package_gives_its_names_when_asked() -> None:
@@ -172,6 +187,91 @@ def test_recompute_always_runs() -> None:
     assert ReplayOptions(modes=MODES[::-1]).ordered_modes == MODES
 
 
+# ---- files, progress, Ctrl-C ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["doctor", "replay", "simulate", "plan", "audit"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(command: str) -> None:
+    code, text = run(command, "--json", "/proc/no-such.json")
+    assert code == 2
+    assert "--json /proc/no-such.json cannot be written (" in text
+
+
+def test_a_refused_command_leaves_files_alone(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("kept")
+    for path in (old, new):
+        assert run("simulate", "--trace", "no/such.csv", "--json", str(path))[0] == 2
+    assert old.read_text() == "kept"
+    assert not new.exists()
+
+
+def test_progress_keeps_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = importlib.import_module("mtserve_plugin.commands.progress")
+    out = io.StringIO()
+    monkeypatch.setattr(progress, "console", lambda **_: Console(file=out, force_terminal=True, width=80))
+    with progress.progress_bar() as step:
+        step("one", 3, 3)
+        time.sleep(1.05)
+        step("two", 1, 3)
+    assert "0:00:01" in out.getvalue()
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = importlib.import_module("mtserve_plugin.commands.progress")
+    out = io.StringIO()
+    monkeypatch.setattr(progress, "console", lambda **_: Console(file=out, width=80))
+    with progress.progress_bar() as step:
+        step("soon over", 1, 3)
+    assert out.getvalue() == ""
+    monkeypatch.setattr(progress, "_SECONDS_PER_LINE", -1.0)
+    with progress.progress_bar() as step:
+        step("long [work]", 1000, 3000)
+    assert out.getvalue() == "long [work]: 1,000 of 3,000, 0 s\n"
+
+
+_WAITING = """
+import time
+print("waiting", flush=True)
+time.sleep(60)
+"""
+
+
+def test_ctrl_c_ends_without_a_traceback_or_a_file(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text(_WAITING)
+    words = ["simulate", "--trace", "waits:trace", "--json", str(tmp_path / "out.json")]
+    started = subprocess.Popen(
+        # -P: like the installed script, without the current folder in front of the path.
+        [sys.executable, "-P", "-c", "from mtserve_plugin.cli import main; main()", *words],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert started.stdout is not None
+    assert started.stdout.readline() == "waiting\n"
+    started.send_signal(signal.SIGINT)
+    _, said = started.communicate(timeout=30)
+    assert (started.returncode, said) == (130, "stopped before the end; no file was written\n")
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".json"] == []
+
+
+_EARLY = """
+import sys
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "mtserve_plugin.commands.replay":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+from mtserve_plugin.cli import main
+"""
+
+
+def test_ctrl_c_before_anything_runs_is_quiet() -> None:
+    done = subprocess.run([sys.executable, "-c", _EARLY], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (130, "")
+
+
 # ---- doctor --------------------------------------------------------------------------------------
 
 
@@ -183,6 +283,7 @@ def test_doctor_reports_and_fails_when_something_is_wrong(monkeypatch: pytest.Mo
     code, text = run("doctor", "--json", str(tmp_path / "doctor.json"))
     assert code == 0
     assert "to mend nvcc: use the older one" in text
+    assert "Next: mtserve replay" in text
     written = json.loads((tmp_path / "doctor.json").read_text(encoding="utf-8"))
     assert [finding["status"] for finding in written["findings"]] == ["ok", "warn"]
 
@@ -193,6 +294,8 @@ def test_doctor_reports_and_fails_when_something_is_wrong(monkeypatch: pytest.Mo
     assert result.exit_code == 1
     assert f"to mend fbgemm: {long_fix}\n" in result.output, "the command is not on one line"
     assert "made for [another] torch" in result.output
+    assert "run mtserve doctor again" in result.output
+    assert "mtserve replay" not in result.output
 
 
 def test_doctor_looks_at_this_installation() -> None:

@@ -90,6 +90,14 @@ def test_a_plan(tmp_path: Path) -> None:
     assert plan["requests_per_s"] == pytest.approx(60 / 3600)
 
 
+def test_tables_fit_a_terminal_of_80_columns() -> None:
+    words = ["--users", "400", "--tokens", "6000", "--new-tokens", "200", "--device-memory", "24GiB"]
+    text = CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "80"}).output
+    assert "computed" in text
+    assert "…" not in text
+    assert "Next: attach(model" in text
+
+
 def test_traffic_follows_the_interval() -> None:
     options = PlanOptions(
         users=60, tokens=300, new_tokens=6, model="tiny", device_bytes=8 * _MIB, host_bytes=64 * _MIB, batch_size=2,

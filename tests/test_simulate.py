@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from mtserve_plugin import CacheConfig, ConfigError, HierarchicalKVCache
@@ -19,6 +21,7 @@ from mtserve_plugin.replay.plan import plan_replay
 from mtserve_plugin.replay.run import run_replay
 from mtserve_plugin.simulate.options import BASE, POLICIES, Point, SimulateOptions
 from mtserve_plugin.simulate.run import IndexRun, SimulateRow, run_simulation
+from mtserve_plugin.simulate.table import print_simulation
 from mtserve_plugin.workload import Requests, Trace, batches, load_trace
 
 COUNTERS = (
@@ -243,9 +246,25 @@ def test_rows_table_and_plot(tmp_path: Path) -> None:
         assert (row["index_us_per_batch"] > 0) == (row["policy"] != "recompute")
     assert result["rows"][-1]["warm_hit_ratio"] == 1
     assert result["memory_peak_bytes"] >= result["memory_before_bytes"] > 0
-    for wanted in ("ten-million, seed 0: 6000 requests", "lost tokens", "64.0 GiB, 16.0 KiB per token"):
+    for wanted in ("ten-million, seed 0: 6,000 requests", "lost tokens", "64.0 GiB, 16.0 KiB per token"):
         assert wanted in text
     assert (tmp_path / "plot.svg").read_text(encoding="utf-8").count("<rect") > 20
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_paper_s_columns_fit_the_terminal(width: int) -> None:
+    options = SimulateOptions(users=100, requests=300, policies=("ours",), batch_sizes=(8,))
+    result = run_simulation(options).to_json()
+    paper = {"device_hit_ratio": 0.6436, "total_hit_ratio": 0.9859}
+    paper |= {"latency_ms": 47.3, "wait_ms": 23.1, "compute_ms": 13.3}
+    result["rows"][0] |= {"status": "calibrated", "paper": paper, "bytes_onloaded": 80_000 << 30}
+    out = io.StringIO()
+    print_simulation(Console(file=out, width=width), result)
+    text = out.getvalue()
+    for figure in ("64.36/98.59", "47.3; 23.1+13.3", "calibrated", "80000", "40960"):
+        assert figure in text
+    assert "…" not in text
+    assert text.count("hits %") == (4 if width == 120 else 6)
 
 
 def test_the_paper_s_points_and_what_is_said_of_them() -> None:

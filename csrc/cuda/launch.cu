@@ -73,6 +73,7 @@ int scatter_pages(void* table, const void* buffer, const int32_t* page_ids, cons
 }
 
 int copy_pieces(const Piece* pieces, size_t count, void* stream) {
+  cudaGetLastError();  // what others left is not this launch's
   for (size_t done = 0; done < count; done += kRuns) {
     const size_t n = std::min(count - done, static_cast<size_t>(kRuns));
     Runs runs;

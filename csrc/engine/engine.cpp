@@ -172,18 +172,22 @@ void Engine::carry_out(Orders orders) {
 }
 
 void Engine::onloads_done(const OnloadPipeline::Group& group) {
+  Orders orders;
   std::vector<std::shared_ptr<Latch>> drained;
   {
     Decision decision(*this);
     for (size_t i = 0; i < group.tasks.size(); ++i) {
       const bool ok = !group.loads[i]->failed && runtime_->error().empty();
       if (ok) counters_.onload_bytes += task_bytes(places_, group.tasks[i]);
-      index_.onload_done(group.tasks[i], ok);
+      index_.onload_done(group.tasks[i], ok, orders.offloads);
       loads_.erase(group.tasks[i].ticket);
     }
+    in_flight_ += orders.offloads.size();
     in_flight_ -= group.tasks.size();
+    if (!orders.offloads.empty()) orders.uses = uses_up_to(UINT64_MAX);
     if (in_flight_ == 0) drained.swap(drainers_);
   }
+  carry_out(std::move(orders));
   for (const auto& latch : drained) latch->set();
   pages_may_be_free();
 }

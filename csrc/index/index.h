@@ -44,7 +44,8 @@ class Index {
 
   // ---- transfers ----
 
-  void onload_done(const TransferTask& task, bool ok);
+  // `next` receives the offload of what was committed while the onload was on its way.
+  void onload_done(const TransferTask& task, bool ok, std::vector<TransferTask>& next);
   // The task's pages have been read into a buffer: they may be evicted although the host does not have them yet.
   void offload_gathered(const TransferTask& task);
   // `next` receives tasks for which there is room again.

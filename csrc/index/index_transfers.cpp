@@ -33,7 +33,7 @@ bool Index::start_onload(EntryId id, int32_t end, bool into_pages, Fence after, 
   return true;
 }
 
-void Index::onload_done(const TransferTask& task, bool ok) {
+void Index::onload_done(const TransferTask& task, bool ok, std::vector<TransferTask>& next) {
   Lock lock(mutex_);
   --transfers_;
   region_.release(task.ticket, 0);
@@ -41,6 +41,7 @@ void Index::onload_done(const TransferTask& task, bool ok) {
   e.load = 0;
   if (ok) {
     if (!task.pages.empty()) e.device = std::max(e.device, task.end);
+    if (!is_retired(e.version)) plan_offload(task.entry, false, next);
   } else {
     // What could not be read does not count as cached, nor does what was computed from it and published meanwhile.
     // Pages stay until the last reader is gone.

@@ -26,14 +26,16 @@ class OnloadRegion {
   // A span of `pages` pages for a load: its first page id, or -1 when there is no room. `after` is raised to the moment
   // after which all of it may be written.
   PageId take(Ticket load, int32_t pages, Fence& after) {
-    for (const int32_t at : {next_, 0}) {
-      if (pages > total() - at || is_taken(at, pages)) continue;
-      spans_.push_back({load, at, pages, 1, 0});
-      next_ = at + pages;
-      for (int32_t i = at; i < at + pages; ++i) after = std::max(after, fence_[i]);
-      return first_ + at;
+    int32_t at = fits(next_, pages) ? next_ : fits(0, pages) ? 0 : -1;
+    for (size_t i = 0; at < 0 && i < spans_.size(); ++i) {
+      const int32_t behind = spans_[i].at + spans_[i].pages;
+      if (fits(behind, pages)) at = behind;
     }
-    return -1;
+    if (at < 0) return -1;
+    spans_.push_back({load, at, pages, 1, 0});
+    next_ = at + pages;
+    for (int32_t i = at; i < at + pages; ++i) after = std::max(after, fence_[i]);
+    return first_ + at;
   }
 
   void hold(Ticket load) { ++find(load)->holders; }
@@ -62,9 +64,10 @@ class OnloadRegion {
     return std::find_if(spans_.begin(), spans_.end(), [&](const Span& span) { return span.load == load; });
   }
 
-  bool is_taken(int32_t at, int32_t pages) const {
-    return std::any_of(spans_.begin(), spans_.end(),
-                       [&](const Span& span) { return span.at < at + pages && at < span.at + span.pages; });
+  bool fits(int32_t at, int32_t pages) const {
+    return pages <= total() - at && std::none_of(spans_.begin(), spans_.end(), [&](const Span& span) {
+             return span.at < at + pages && at < span.at + span.pages;
+           });
   }
 
   const PageId first_;

@@ -56,7 +56,9 @@ void Simulation::serve() {
   Batch batch;
   tasks_.clear();
   index_.begin(rows_, 0, 0, batch, tasks_);
-  for (const TransferTask& task : tasks_) index_.onload_done(task, true);
+  std::vector<TransferTask> offloads;
+  for (const TransferTask& task : tasks_) index_.onload_done(task, true, offloads);
+  schedule(offloads);
   tasks_.clear();
   index_.commit(batch, tasks_);
   schedule(tasks_);

@@ -8,9 +8,28 @@
 
 namespace mtserve {
 
+// Streams, events and memory are made on the current device of the calling thread, which is the caller's to choose.
+class CudaRuntime::OnDevice {
+ public:
+  explicit OnDevice(CudaRuntime& runtime) : runtime_(runtime) {
+    runtime_.ok(runtime_.api_->get_device(&before_), "cudaGetDevice", "");
+    if (before_ != runtime_.device_) runtime_.ok(runtime_.api_->set_device(runtime_.device_), "cudaSetDevice", "device " + std::to_string(runtime_.device_));
+  }
+  ~OnDevice() {
+    if (before_ != runtime_.device_) runtime_.api_->set_device(before_);
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  CudaRuntime& runtime_;
+  int before_ = 0;
+};
+
 class CudaEvent : public Event {
  public:
   explicit CudaEvent(CudaRuntime& runtime) : runtime_(runtime) {
+    const CudaRuntime::OnDevice here(runtime);
     if (!runtime.ok(runtime.api_->create_event(&handle_), "cudaEventCreate", "an event")) handle_ = nullptr;
   }
   ~CudaEvent() override {
@@ -105,6 +124,7 @@ class CudaStream : public Stream {
   // What was queued runs first: the stream's last event is awaited.
   ~CudaStream() override {
     if (!owned_ || stream_ == nullptr) return;
+    const CudaRuntime::OnDevice here(runtime_);
     CudaEvent last(runtime_);
     last.record_on_device(stream_, name_);
     last.wait_here();
@@ -146,7 +166,7 @@ class CudaStream : public Stream {
 class CudaHostThread : public Stream {
  public:
   CudaHostThread(CudaRuntime& runtime, std::unique_ptr<Stream> thread, std::string name)
-      : runtime_(runtime), thread_(std::move(thread)), name_(std::move(name)) {}
+      : runtime_(runtime), name_(std::move(name)), thread_(std::move(thread)) {}
 
   void launch(const char* name, std::function<void()> work, const AccessList& accesses) override {
     thread_->launch(
@@ -167,18 +187,19 @@ class CudaHostThread : public Stream {
 
  private:
   CudaRuntime& runtime_;
-  const std::unique_ptr<Stream> thread_;
   const std::string name_;
+  const std::unique_ptr<Stream> thread_;  // last: what it still runs uses the name
 };
 
 CudaRuntime::CudaRuntime(std::shared_ptr<CudaApi> api, std::unique_ptr<Runtime> host, int device, bool kernel_onloads)
     : api_(std::move(api)), host_(std::move(host)), device_(device), kernel_onloads_(kernel_onloads) {
-  ok(api_->set_device(device_), "cudaSetDevice", "device " + std::to_string(device));
+  const OnDevice here(*this);  // says now what is wrong with it
 }
 
 CudaRuntime::~CudaRuntime() = default;
 
 std::unique_ptr<Stream> CudaRuntime::make_stream(const std::string& name) {
+  const OnDevice here(*this);
   void* stream = nullptr;
   const int code = api_->create_stream(&stream);
   if (!ok(code, "cudaStreamCreate", name)) throw std::runtime_error(error());
@@ -201,12 +222,14 @@ void CudaRuntime::locked() { host_->locked(); }
 void CudaRuntime::unlocking() { host_->unlocking(); }
 
 std::shared_ptr<std::byte> CudaRuntime::allocate_staging(int64_t bytes) {
+  const OnDevice here(*this);
   void* memory = nullptr;
   if (!ok(api_->allocate_pinned(&memory, bytes), "cudaHostAlloc", std::to_string(bytes) + " bytes")) throw std::bad_alloc();
   return {static_cast<std::byte*>(memory), [api = api_](std::byte* at) { api->free_pinned(at); }};
 }
 
 std::shared_ptr<std::byte> CudaRuntime::allocate_on_device(int64_t bytes, Stream& stream) {
+  const OnDevice here(*this);
   void* const handle = static_cast<CudaStream&>(stream).handle();
   void* memory = nullptr;
   // Not kept as an error: memory may be had again, and the transfer that wanted it is tried again.

@@ -21,7 +21,8 @@ class CudaApi {
   static constexpr int kNotReady = 600;  // cudaErrorNotReady
 
   virtual ~CudaApi() = default;
-  virtual int set_device(int device) = 0;  // of the calling thread
+  virtual int get_device(int* device) = 0;  // of the calling thread
+  virtual int set_device(int device) = 0;
   virtual int create_stream(void** stream) = 0;  // not synchronised with the default stream
   virtual int destroy_stream(void* stream) = 0;
   virtual int create_event(void** event) = 0;
@@ -67,6 +68,7 @@ class CudaRuntime : public Runtime {
   friend class CudaEvent;
   friend class CudaStream;
   friend class CudaHostThread;
+  class OnDevice;  // the calling thread's device is this one, until it goes
 
   // True when the call succeeded; else the first such error is kept.
   bool ok(int code, const char* call, const std::string& where);

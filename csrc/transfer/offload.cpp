@@ -76,7 +76,12 @@ void OffloadPipeline::issue_staged(const JobPtr& job) {
   EventPtr gathered = runtime_.make_event();
   offload_->record(gathered);
   finisher_->wait(gathered);
-  finisher_->launch("gathered", [job] { job->gathered(job->task); }, nullptr);
+  finisher_->launch(
+      "gathered",
+      [job] {
+        if (!job->failed) job->gathered(job->task);  // pages that were not read are not given up
+      },
+      nullptr);
   for (int32_t layer = 0; layer < g.num_layers; ++layer)
     for (const Slice& slice : slices(places_, job->task, layer)) drain_slice(job, slice, layer);
   for (const StagingBuffer& buffer : staging_)

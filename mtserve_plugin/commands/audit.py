@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from mtserve_plugin.commands import quiet_imports
 from mtserve_plugin.commands.outcome import FAILED_CHECK, reported
+from mtserve_plugin.commands.progress import progress_bar
 from mtserve_plugin.errors import ConfigError
 from mtserve_plugin.report import check_writable, console, write_json
 
@@ -87,19 +88,21 @@ def audit(
         ):
             if value not in known:
                 raise ConfigError(f"{name} {value!r} is not known; use one of {', '.join(known)}")
-        # torchrec's import provokes a warning that tells a user nothing.
-        logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-        from mtserve_plugin.stability import audit as run_audit
+        quiet_imports()
+        with progress_bar() as step:
+            step("importing torch, building the model", 0, 2)
+            from mtserve_plugin.stability import audit as run_audit
 
-        if module is None:
-            from mtserve_plugin.stability.adapters import ranker_features
-            from mtserve_plugin.stability.demo import build_demo, sample_histories
+            if module is None:
+                from mtserve_plugin.stability.adapters import ranker_features
+                from mtserve_plugin.stability.demo import build_demo, sample_histories
 
-            audited: Any = build_demo(model, encoder, plant, seed)
-            sample: Any = ranker_features(sample_histories(rows, length, candidates, seed + 1))
-        else:
-            audited, sample = _call(_factory(module), module)
-        report = run_audit(audited, sample, delta=delta, tolerance=tolerance, show=False)
+                audited: Any = build_demo(model, encoder, plant, seed)
+                sample: Any = ranker_features(sample_histories(rows, length, candidates, seed + 1))
+            else:
+                audited, sample = _call(_factory(module), module)
+            step("encoding histories", 1, 2)
+            report = run_audit(audited, sample, delta=delta, tolerance=tolerance, show=False)
         write_json(json_file, report.to_json())
         report.print(console())
         if not report.stable:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from mtserve_plugin.commands import quiet_imports
 from mtserve_plugin.commands.outcome import FAILED_CHECK, reported
 from mtserve_plugin.commands.progress import progress_bar
 from mtserve_plugin.errors import ConfigError
@@ -224,5 +224,4 @@ def _before_torch() -> None:
     # Threads of OpenMP that wait by spinning take cores from the transfer workers, and from whatever else runs on
     # the machine: with two busy cores a small batch took 80 times longer. The user's own setting wins.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # torchrec's import provokes a warning that tells a user nothing.
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    quiet_imports()

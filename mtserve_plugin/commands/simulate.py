@@ -75,7 +75,7 @@ def simulate(
     the paper run at the paper's points, with its figures beside them; else every combination runs.
 
     Policies: recompute keeps nothing, device has pages alone, paper writes full chunks to the host as they fill, ours
-    writes tails too before eviction reaches them.
+    writes tails too before eviction reaches them (mtserve replay calls it hierarchical).
 
     Examples:
 

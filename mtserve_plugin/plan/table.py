@@ -10,23 +10,26 @@ from rich.table import Table
 
 from mtserve_plugin.plan.memory import Geometry, onload_pages
 from mtserve_plugin.replay.options import MODELS
-from mtserve_plugin.report import bytes_text, print_facts
+from mtserve_plugin.report import bytes_text, print_facts, print_next
 
 
 def print_plan(out: Console, plan: dict[str, Any]) -> None:
     """A plan's `to_json()`: what users weigh, how memory is divided, what would be found, what to paste."""
     print_facts(out, _facts(plan))
+    out.print()
     out.print(_memory(plan))
     out.print(_predictions(plan))
     told = "" if plan["options"]["trace"] else " imagined"
     out.print(
         f"Simulated: {plan['simulated_requests']:,}{told} requests of {plan['simulated_users']:,} users, tiers in "
-        "proportion; the first third fills the cache and is not counted. Bytes per second are at the rate above; "
-        "compare them with what your link between host and device moves.",
+        "proportion; the first third fills the cache and is not counted. Computed tokens are per request. Bytes per "
+        "second are at the rate above; compare them with what your link between host and device moves.",
         soft_wrap=True,
     )
-    out.print("\nThe configuration, with the divisor that your model was trained with as attn_norm_len:\n")
+    out.print("\nThe configuration; set attn_norm_len to the divisor that your model was trained with:\n")
     out.print(_paste(plan["config"]), soft_wrap=True)
+    out.print()
+    print_next(out, "attach(model, HierarchicalKVCache(config), ...), see docs/integration.md")
 
 
 def print_appendix_c(out: Console) -> None:
@@ -127,13 +130,15 @@ def _memory(plan: dict[str, Any]) -> Table:
 
 
 def _predictions(plan: dict[str, Any]) -> Table:
-    table = Table(title="what would be found", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title="what would be found", title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False
+    )
     names = (
         "policy",
         "pages",
-        "device hits",
-        "total hits",
-        "computed tokens\nper request",
+        "device\nhits",
+        "total\nhits",
+        "computed\ntokens",
         "onload\nper s",
         "offload\nper s",
     )
@@ -157,12 +162,12 @@ def _predictions(plan: dict[str, Any]) -> Table:
     return table
 
 
-_NAMES = {"device": "pages alone", "paper": "the paper's (full chunks)", "ours": "default (tails too)"}
+_NAMES = {"device": "pages alone", "paper": "paper (full chunks)", "ours": "default (tails too)"}
 
 
 def _paste(config: dict[str, Any]) -> str:
     lines = [f"    {name}={value!r}," for name, value in config.items()]
-    return "config = CacheConfig(\n" + "\n".join(lines) + "\n)"
+    return "from mtserve_plugin import CacheConfig\n\nconfig = CacheConfig(\n" + "\n".join(lines) + "\n)"
 
 
 def _duration(seconds: float) -> str:

@@ -169,6 +169,7 @@ def test_a_batch_is_finished_once(cache):
     requests = [Request(7, history_of(7, 5), 1)]
     with begin(cache, requests) as batch:
         attend_all_layers(cache, batch, requests)
+    cache.drain()
     before = cache.stats()
     x, y = torch.zeros(6, *K), torch.zeros(6, *V)
     uses = (

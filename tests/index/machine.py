@@ -338,16 +338,15 @@ class IndexMachine(RuleBasedStateMachine):
 
     def report(self, transfer):
         transfer.reported = True
-        next_tasks = []
-        if transfer.kind == "onload":
-            self.index.onload_done(transfer.task, transfer.ok)
-        else:
-            next_tasks = self.index.offload_done(transfer.task, transfer.ok)
+        done = self.index.onload_done if transfer.kind == "onload" else self.index.offload_done
+        next_tasks = done(transfer.task, transfer.ok)
         self.plan(next_tasks, "offload")
         self.observe()
         if transfer.kind == "onload":
             assert self.rise("onload_failures") == (not transfer.ok)
-            assert transfer.ok <= (self.rise("lost_tokens") == 0)
+            # What was committed meanwhile is offloaded now, for which others may lose their place on the host.
+            pushed_out = self.rise("host_evicted_tokens") > 0
+            assert not transfer.ok or pushed_out or self.rise("lost_tokens") == 0
         else:
             assert self.rise("offload_failures") == (not transfer.ok)
 

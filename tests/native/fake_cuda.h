@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -16,14 +17,23 @@ namespace mtserve {
 
 class FakeCuda : public CudaApi {
  public:
-  static constexpr int kIllegalAddress = 700;
+  static constexpr int kIllegalAddress = 700, kInvalidHandle = 400;
+  static constexpr int device = 1;  // of all streams: not the one that a fresh thread has
 
   explicit FakeCuda(SimRuntime& sim) : sim_(sim) {}
 
   // The n-th copy from now cannot be queued; the n-th wait of the host for an event tells of a failure on the device.
   int64_t fail_copy = 0, fail_synchronize = 0;
 
-  int set_device(int) override { return 0; }
+  // The device of every thread, as CUDA has it; all threads of the simulation pass one baton.
+  int get_device(int* device) override {
+    *device = current()[std::this_thread::get_id()];
+    return 0;
+  }
+  int set_device(int device) override {
+    current()[std::this_thread::get_id()] = device;
+    return 0;
+  }
   int create_stream(void** stream) override {
     *stream = sim_.make_stream("cuda").release();
     return 0;
@@ -33,30 +43,33 @@ class FakeCuda : public CudaApi {
     return 0;
   }
   int create_event(void** event) override {
-    *event = new EventPtr;
+    auto* made = new FakeEvent;
+    get_device(&made->device);
+    *event = made;
     return 0;
   }
   int destroy_event(void* event) override {
-    delete static_cast<EventPtr*>(event);
+    delete static_cast<FakeEvent*>(event);
     return 0;
   }
   int record(void* event, void* stream) override {
-    EventPtr& marked = *static_cast<EventPtr*>(event);
+    if (static_cast<FakeEvent*>(event)->device != device) return kInvalidHandle;
+    EventPtr& marked = static_cast<FakeEvent*>(event)->marked;
     marked = sim_.make_event();
     at(stream)->record(marked);
     return 0;
   }
   int query(void* event) override {
-    const EventPtr& marked = *static_cast<EventPtr*>(event);
+    const EventPtr& marked = static_cast<FakeEvent*>(event)->marked;
     return marked == nullptr || marked->done() ? 0 : kNotReady;
   }
   int synchronize(void* event) override {
-    const EventPtr marked = *static_cast<EventPtr*>(event);
+    const EventPtr marked = static_cast<FakeEvent*>(event)->marked;
     if (marked != nullptr) sim_.synchronize(marked);
     return struck(fail_synchronize);
   }
   int wait(void* stream, void* event) override {
-    const EventPtr& marked = *static_cast<EventPtr*>(event);
+    const EventPtr& marked = static_cast<FakeEvent*>(event)->marked;
     if (marked != nullptr) at(stream)->wait(marked);
     return 0;
   }
@@ -85,6 +98,13 @@ class FakeCuda : public CudaApi {
   static Stream* at(void* stream) { return static_cast<Stream*>(stream); }
 
  private:
+  struct FakeEvent {
+    int device = 0;
+    EventPtr marked;
+  };
+
+  std::map<std::thread::id, int>& current() { return current_; }
+
   static int struck(int64_t& countdown) { return countdown > 0 && --countdown == 0 ? kIllegalAddress : 0; }
 
   int queue(const char* name, const Piece* pieces, size_t count, void* stream) {
@@ -107,6 +127,7 @@ class FakeCuda : public CudaApi {
   }
 
   SimRuntime& sim_;
+  std::map<std::thread::id, int> current_;
 };
 
 // The caller's stream of such a device: events go through the runtime, kernels are queued at once.

@@ -24,7 +24,7 @@ struct Device {
     auto host = std::make_unique<SimRuntime>(seed);
     sim = host.get();
     cuda = std::make_shared<FakeCuda>(*sim);
-    runtime = std::make_unique<CudaRuntime>(cuda, std::move(host), 0);
+    runtime = std::make_unique<CudaRuntime>(cuda, std::move(host), FakeCuda::device);
   }
 };
 
@@ -144,7 +144,7 @@ void memory_that_cannot_be_had_is_no_error_of_the_device() {
   };
   auto host = std::make_unique<SimRuntime>(1);
   auto cuda = std::make_shared<Poor>(*host);
-  CudaRuntime runtime(cuda, std::move(host), 0);
+  CudaRuntime runtime(cuda, std::move(host), FakeCuda::device);
   const auto stream = runtime.make_stream("offload");
   bool refused = false;
   try {

@@ -105,11 +105,33 @@ void its_old_tail_is_not_read_while_it_is_replaced() {
   CHECK_EQ(begin(index, 1, 16).onloads.size(), size_t{1});
 }
 
+void a_commit_behind_an_onload_is_offloaded_when_that_is_done() {
+  for (const bool ok : {true, false}) {
+    Index index(config(12, 4));
+    done(index, gathered(index, store(index, 1, 16)));
+    take_every_page(index, 12);
+    Planned back = begin(index, 1, 33);
+    CHECK(back.batch.rows[0].cached == 16 && back.batch.rows[0].stores && back.onloads.size() == 1);
+    Tasks offloads, next;
+    index.commit(back.batch, offloads);
+    CHECK(offloads.empty());  // its first pages are still being written
+    index.onload_done(back.onloads[0], ok, next);
+    CHECK_EQ(next.size(), size_t{ok});
+    if (ok) {
+      CHECK(next[0].first == 16 && next[0].end == 32);
+      done(index, gathered(index, next));
+      CHECK_EQ(index.lengths(1, 1).host, 32);
+    }
+    CHECK(index.check().empty());
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   return run_tests(argc, argv,
                    {{"content that was edited meanwhile is not published", content_that_was_edited_meanwhile_is_not_published},
                     {"its host blocks are no victims", its_host_blocks_are_no_victims},
-                    {"its old tail is not read while it is replaced", its_old_tail_is_not_read_while_it_is_replaced}});
+                    {"its old tail is not read while it is replaced", its_old_tail_is_not_read_while_it_is_replaced},
+                    {"a commit behind an onload is offloaded when that is done", a_commit_behind_an_onload_is_offloaded_when_that_is_done}});
 }

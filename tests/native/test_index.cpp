@@ -112,7 +112,8 @@ void onloads_come_after_the_last_use_of_their_pages() {
   Planned back = begin(index, 1, 32);
   CHECK_EQ(back.onloads.size(), size_t{1});
   CHECK(back.onloads[0].after >= last);
-  index.onload_done(back.onloads[0], true);
+  std::vector<TransferTask> next;
+  index.onload_done(back.onloads[0], true, next);
   index.abort(back.batch, false);
 
   Planned again = begin(index, 2, 40);
@@ -122,7 +123,8 @@ void onloads_come_after_the_last_use_of_their_pages() {
   index.prefetch(std::span(&user, 1), 1, tasks);
   CHECK_EQ(tasks.size(), size_t{1});
   CHECK(tasks[0].after >= later);
-  index.onload_done(tasks[0], true);
+  index.onload_done(tasks[0], true, next);
+  CHECK(next.empty());
 }
 
 // A batch that reads what an onload brings depends on it, whoever started it, until it is reported.
@@ -148,7 +150,8 @@ void loads_are_shared() {
   Planned c = begin(index, 1, 40);
   CHECK_EQ(c.batch.rows[0].cached, 40);
   CHECK(c.batch.loads == b.batch.loads);
-  index.onload_done(tasks[0], true);
+  std::vector<TransferTask> next;
+  index.onload_done(tasks[0], true, next);
   index.abort(b.batch, false);
   index.abort(c.batch, false);
   Planned d = begin(index, 1, 40);
@@ -201,7 +204,7 @@ void fences_under_random_traffic() {
           if (row.stores && (i + 1) * 4 > row.cached) last_write[page] = fence;
         }
       } else if (!onloads.empty() && random() % 2 == 0) {
-        index.onload_done(onloads.back(), true);
+        index.onload_done(onloads.back(), true, offloads);
         onloads.pop_back();
       } else if (!offloads.empty()) {
         const TransferTask task = offloads.back();
@@ -253,7 +256,7 @@ void many_threads() {
         in.swap(onloads);
         out.swap(offloads);
       }
-      for (const TransferTask& task : in) index.onload_done(task, true);
+      for (const TransferTask& task : in) index.onload_done(task, true, next);
       for (const TransferTask& task : out) index.offload_done(task, true, next);
       CHECK(index.check().empty());
       std::lock_guard lock(mutex);

@@ -1,6 +1,7 @@
 // The onload region: read before it is scattered, in place of pages that cannot be had, and never overwritten while
 // somebody still reads it.
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <span>
 #include <thread>
@@ -129,11 +130,14 @@ void read_before_it_is_scattered() {
     server.append(open, 1, layer);
   }
   // A kernel that reads the delta from pages needs the rest there too.
-  std::atomic<bool> in_pages{false};
+  std::atomic<bool> in_pages{false}, waiting{false};
   std::thread waits([&] {
+    waiting = true;
     CHECK(server.engine->wait(open, 0, true));
     in_pages = true;
   });
+  while (!waiting) std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));  // time enough to go wrong
   CHECK(!in_pages);
   server.engine->commit(open);
   Engine::OpenBatch next;
@@ -244,7 +248,9 @@ void the_next_onload_waits_for_the_last_reader() {
   index.begin(std::span(&one, 1), 0, 1, reads, onloads);
   CHECK_EQ(onloads.size(), size_t{1});
   CHECK(onloads[0].pages.empty() && onloads[0].region >= kPages);
-  index.onload_done(onloads[0], true);
+  std::vector<TransferTask> next;
+  index.onload_done(onloads[0], true, next);
+  CHECK(next.empty());
   Batch refused;
   std::vector<TransferTask> none;
   index.begin(std::span(&two, 1), 0, 1, refused, none);

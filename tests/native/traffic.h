@@ -85,7 +85,7 @@ class Traffic {
     std::unique_ptr<Runtime> runtime = std::move(sim);
     if (cuda) {
       cuda_ = std::make_shared<FakeCuda>(*sim_);
-      runtime = std::make_unique<CudaRuntime>(cuda_, std::move(runtime), 0, pick(2) == 0);
+      runtime = std::make_unique<CudaRuntime>(cuda_, std::move(runtime), FakeCuda::device, pick(2) == 0);
     }
     auto tier = std::make_unique<SlowTier>(geometry_, int64_t{config_.num_chunks} * (config_.chunk_tokens / config_.slot_tokens), *sim_, pick(3) * 40);
     engine_ = std::make_unique<Engine>(config_, geometry_, table_, std::move(tier), std::move(runtime), options);
