@@ -52,6 +52,8 @@ class Stream {
   virtual void wait(const EventPtr& event) = 0;
   // True when work runs inside the call, on the caller's thread.
   virtual bool is_inline() const { return false; }
+  // Nobody waits for this stream: waking it must not cost whoever wakes it the processor.
+  virtual void stay_in_background() {}
 };
 
 class Latch {

@@ -1,6 +1,7 @@
 #include "runtime/threads.h"
 
 #include <pthread.h>
+#include <sched.h>
 
 #include <condition_variable>
 #include <deque>
@@ -83,6 +84,14 @@ class ThreadStream : public Stream {
       work();
       timeline_.add(name_, name, begin);
     });
+  }
+
+  void stay_in_background() override {
+#ifdef SCHED_BATCH
+    // A batch thread that wakes up preempts nobody; a wish that may be refused.
+    const sched_param none{};
+    pthread_setschedparam(thread_.native_handle(), SCHED_BATCH, &none);
+#endif
   }
 
   void record(const EventPtr& event) override {

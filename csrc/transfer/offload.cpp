@@ -13,6 +13,8 @@ OffloadPipeline::OffloadPipeline(Runtime& runtime, const Places& places, Strateg
     }
   finisher_ = runtime.make_host_thread("offload done");
   issuer_ = runtime.make_host_thread("offload issue");
+  for (Stream* stream : {offload_.get(), workers_[0].get(), workers_[1].get(), finisher_.get(), issuer_.get()})
+    if (stream != nullptr) stream->stay_in_background();
 }
 
 void OffloadPipeline::start(TransferTask task, std::vector<EventPtr> uses, std::function<void(const TransferTask&)> gathered,
