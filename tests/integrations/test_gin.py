@@ -254,5 +254,5 @@ def test_the_guide_s_block_is_read():
     guide = (Path(__file__).parents[2] / "docs" / "integration.md").read_text()
     (block,) = re.findall(r"```gin\n(import mtserve_plugin.*?)```", guide, re.DOTALL)
     gin.parse_config(block)
-    assert gin.query_parameter("CacheConfig.host_bytes") == 64 << 30
+    assert gin.query_parameter("CacheConfig.host_bytes") == 256 << 20
     assert gin.query_parameter("attach_cache.cache").selector == "HierarchicalKVCache"
