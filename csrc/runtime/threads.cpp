@@ -3,6 +3,8 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -92,6 +94,7 @@ class ThreadStream : public Stream {
     const sched_param none{};
     pthread_setschedparam(thread_.native_handle(), SCHED_BATCH, &none);
 #endif
+    in_background_ = true;
   }
 
   void record(const EventPtr& event) override {
@@ -118,7 +121,14 @@ class ThreadStream : public Stream {
       std::function<void()> work;
       {
         std::unique_lock lock(mutex_);
+        const bool idle = queue_.empty() && !closing_;
         ready_.wait(lock, [this] { return closing_ || !queue_.empty(); });
+        if (idle && in_background_) {
+          // Whoever woke this thread may have lost the processor to it: it goes first.
+          lock.unlock();
+          std::this_thread::sleep_for(std::chrono::microseconds(20));
+          lock.lock();
+        }
         if (queue_.empty()) return;
         work = std::move(queue_.front());
         queue_.pop_front();
@@ -133,6 +143,7 @@ class ThreadStream : public Stream {
   std::condition_variable ready_;
   std::deque<std::function<void()>> queue_;
   bool closing_ = false;
+  std::atomic<bool> in_background_{false};
   std::thread thread_;
 };
 
