@@ -114,7 +114,8 @@ def test_sparse_and_dense_halves(host, make_model, make_cache, dtype, record_pro
     attach(dense, cache, sparse=whole, **stable(users))
     error = run_stream(Halves(whole, dense), recomputing, users, batches=100, seed=6)
     record_property("max relative error", error)
-    assert error <= (1e-6 if dtype == torch.float32 else 2e-2)
+    # In bfloat16 against our own cold path: mostly equal, never further apart than one unit in the last place.
+    assert error <= (1e-6 if dtype == torch.float32 else 2**-8)
     assert cache.stats()["total_hit_ratio"] > 0.2
 
 
