@@ -114,7 +114,7 @@ def test_sparse_and_dense_halves(host, make_model, make_cache, dtype, record_pro
     attach(dense, cache, sparse=whole, **stable(users))
     error = run_stream(Halves(whole, dense), recomputing, users, batches=100, seed=6)
     record_property("max relative error", error)
-    # In bfloat16 against our own cold path: mostly equal, never further apart than one unit in the last place.
+    # In bfloat16 against our own cold path; one unit in the last place of the largest output.
     assert error <= (1e-6 if dtype == torch.float32 else 2**-8)
     assert cache.stats()["total_hit_ratio"] > 0.2
 
