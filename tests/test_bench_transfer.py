@@ -31,7 +31,10 @@ def test_transfer(tmp_path: Path) -> None:
     assert by_ratio.keys() == measures["makespan_floor_by_ratio"].keys()
     assert measures["ok"]
     assert 0.5 < measures["overlap_control"] < 20
-    assert measures["offload_launch_cpu_us"] > 0
+    assert measures["commit_with_launch_us"] > 0
+    launch = measures["commit_with_launch_us"] - measures["commit_without_launch_us"]
+    assert measures["offload_launch_us"] == pytest.approx(launch)
+    assert abs(measures["offload_launch_asleep_us"]) < 1e5
     assert "onload, staged" in result.output
     assert torch.get_num_threads() == threads
 

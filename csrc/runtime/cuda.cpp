@@ -177,7 +177,7 @@ class CudaHostThread : public Stream {
         },
         accesses);
   }
-  void stay_in_background() override { thread_->stay_in_background(); }
+  void stay_in_background(bool polled) override { thread_->stay_in_background(polled); }
   void record(const EventPtr& event) override { as_cuda(event).record_on_host(*thread_, *runtime_.host_); }
   void wait(const EventPtr& event) override {
     if (const EventPtr& host = as_cuda(event).on_host(); host != nullptr)

@@ -52,8 +52,9 @@ class Stream {
   virtual void wait(const EventPtr& event) = 0;
   // True when work runs inside the call, on the caller's thread.
   virtual bool is_inline() const { return false; }
-  // Nobody waits for this stream: waking it must not cost whoever wakes it the processor.
-  virtual void stay_in_background() {}
+  // Nobody waits for this stream: waking it must not cost whoever wakes it the processor. `polled`: nor even the call
+  // that wakes it; while it had work lately, it looks for more by itself.
+  virtual void stay_in_background(bool polled = false) { (void)polled; }
 };
 
 class Latch {
@@ -75,6 +76,8 @@ class Runtime {
   virtual ~Runtime() = default;
   virtual std::unique_ptr<Stream> make_stream(const std::string& name) = 0;
   virtual std::unique_ptr<Stream> make_host_thread(const std::string& name) = 0;
+  // A stream for copies that a host thread launches which has nothing else to do: it may run them itself.
+  virtual std::unique_ptr<Stream> make_copy_stream(const std::string& name) { return make_stream(name); }
   virtual EventPtr make_event() = 0;
   virtual std::unique_ptr<Latch> make_latch() = 0;
   // Blocks the calling host thread until the event is done.

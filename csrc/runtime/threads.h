@@ -8,6 +8,7 @@ namespace mtserve {
 class ThreadsRuntime : public Runtime {
  public:
   std::unique_ptr<Stream> make_stream(const std::string& name) override;
+  std::unique_ptr<Stream> make_copy_stream(const std::string& name) override;
   std::unique_ptr<Stream> make_host_thread(const std::string& name) override;
   EventPtr make_event() override;
   std::unique_ptr<Latch> make_latch() override;

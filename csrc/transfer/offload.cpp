@@ -5,7 +5,8 @@
 namespace mtserve {
 
 OffloadPipeline::OffloadPipeline(Runtime& runtime, const Places& places, Strategy strategy)
-    : runtime_(runtime), places_(places), strategy_(strategy), offload_(runtime.make_stream("offload")) {
+    : runtime_(runtime), places_(places), strategy_(strategy),
+      offload_(strategy == Strategy::staged ? runtime.make_stream("offload") : runtime.make_copy_stream("offload")) {
   if (strategy == Strategy::staged)
     for (size_t i = 0; i < staging_.size(); ++i) {
       staging_[i] = make_staging(runtime, places.slice_bytes());
@@ -15,6 +16,7 @@ OffloadPipeline::OffloadPipeline(Runtime& runtime, const Places& places, Strateg
   issuer_ = runtime.make_host_thread("offload issue");
   for (Stream* stream : {offload_.get(), workers_[0].get(), workers_[1].get(), finisher_.get(), issuer_.get()})
     if (stream != nullptr) stream->stay_in_background();
+  issuer_->stay_in_background(true);
 }
 
 void OffloadPipeline::start(TransferTask task, std::vector<EventPtr> uses, std::function<void(const TransferTask&)> gathered,
@@ -43,11 +45,11 @@ void OffloadPipeline::start(TransferTask task, std::vector<EventPtr> uses, std::
 
 void OffloadPipeline::issue_direct(const JobPtr& job) {
   for (int32_t layer = 0; layer < places_.geometry.num_layers; ++layer) {
-    auto parts = std::make_shared<const std::vector<Slice>>(slices(places_, job->task, layer));
     if (places_.tier_is_memory()) {
-      offload_->copy(order("offload copy", Route::to_host, job, tier_pieces(places_, *parts, layer, false), &Faults::offload_copy));
+      offload_->copy(order("offload copy", Route::to_host, job, tier_pieces(places_, job->task, layer, false), &Faults::offload_copy));
       continue;
     }
+    auto parts = std::make_shared<const std::vector<Slice>>(slices(places_, job->task, layer));
     offload_->launch(
         "offload copy",
         [this, job, parts, layer] {

@@ -10,7 +10,7 @@ OnloadPipeline::OnloadPipeline(Runtime& runtime, const Places& places, Strategy 
     : runtime_(runtime),
       places_(places),
       region_is_read_(region_is_read),
-      onload_(runtime.make_stream("onload")),
+      onload_(strategy == Strategy::staged ? runtime.make_stream("onload") : runtime.make_copy_stream("onload")),
       scatter_(strategy == Strategy::staged ? runtime.make_stream("scatter") : nullptr),
       finisher_(runtime.make_host_thread("onload done")),
       issuer_(runtime.make_host_thread("onload issue")) {
@@ -49,10 +49,10 @@ void OnloadPipeline::issue(const Group& group) {
 }
 
 void OnloadPipeline::issue_direct(const TransferTask& task, const LoadPtr& load, int32_t layer) {
-  auto parts = std::make_shared<const std::vector<Slice>>(slices(places_, task, layer));
   if (places_.tier_is_memory()) {
-    onload_->copy(order("onload copy", Route::to_device, load, tier_pieces(places_, *parts, layer, true), &Faults::onload_copy));
+    onload_->copy(order("onload copy", Route::to_device, load, tier_pieces(places_, task, layer, true), &Faults::onload_copy));
   } else {
+    auto parts = std::make_shared<const std::vector<Slice>>(slices(places_, task, layer));
     onload_->launch(
         "onload copy",
         [this, parts, load, layer] {

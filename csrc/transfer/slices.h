@@ -31,24 +31,31 @@ struct Places {
   int64_t slice_bytes() const { return chunk_pages() * geometry.page_bytes(); }
 };
 
-inline std::vector<Slice> slices(const Places& places, const TransferTask& task, int32_t layer) {
+// Calls visit(index of the block, index of the page among the task's, rows; their page null where there is none) in order.
+template <class Visit>
+void for_each_page(const Places& places, const TransferTask& task, int32_t layer, Visit visit) {
   const int32_t size = places.geometry.page_size;
   const int32_t first_page = task.first / size;
-  std::vector<Slice> out;
   int32_t at = task.first;
-  for (const Block& block : task.blocks) {
+  for (size_t block = 0; block < task.blocks.size(); ++block) {
     const int32_t chunk = at / places.chunk_tokens;
     const int32_t end = std::min(task.end, (chunk + 1) * places.chunk_tokens);
-    Slice slice{block, at / size - first_page, {}};
     while (at < end) {
       const int32_t page = at / size;
       const int32_t stop = std::min(end, (page + 1) * size);
-      std::byte* const to = task.pages.empty() ? nullptr : places.table.page(layer, task.pages[page - first_page]);
-      slice.rows.push_back({to, page - chunk * places.chunk_pages(), at - page * size, stop - page * size});
+      std::byte* const rows = task.pages.empty() ? nullptr : places.table.page(layer, task.pages[page - first_page]);
+      visit(block, page - first_page, PageRows{rows, page - chunk * places.chunk_pages(), at - page * size, stop - page * size});
       at = stop;
     }
-    out.push_back(std::move(slice));
   }
+}
+
+inline std::vector<Slice> slices(const Places& places, const TransferTask& task, int32_t layer) {
+  std::vector<Slice> out;
+  for_each_page(places, task, layer, [&](size_t block, int32_t page, const PageRows& rows) {
+    if (out.size() == block) out.push_back({task.blocks[block], page, {}});
+    out[block].rows.push_back(rows);
+  });
   return out;
 }
 
@@ -70,25 +77,33 @@ inline Accesses slice_accesses(const Places& places, const std::vector<Slice>& p
   return out;
 }
 
+// Bytes that follow the piece before on both sides make it longer.
+inline void add_piece(std::vector<Piece>& out, const Piece& piece) {
+  if (!out.empty() && out.back().to + out.back().bytes == piece.to && out.back().from + out.back().bytes == piece.from)
+    out.back().bytes += piece.bytes;
+  else
+    out.push_back(piece);
+}
+
 // Token rows [first, end) of a page: one run of bytes for a whole page, else one of its K block and one of its V block.
 inline void add_pieces(std::vector<Piece>& out, const Geometry& g, std::byte* to, const std::byte* from, int32_t first, int32_t end) {
   if (first == 0 && end == g.page_size) {
-    out.push_back({to, from, g.page_bytes()});
+    add_piece(out, {to, from, g.page_bytes()});
     return;
   }
   const int64_t k = first * g.k_row_bytes, v = g.page_size * g.k_row_bytes + first * g.v_row_bytes;
-  out.push_back({to + k, from + k, (end - first) * g.k_row_bytes});
-  out.push_back({to + v, from + v, (end - first) * g.v_row_bytes});
+  add_piece(out, {to + k, from + k, (end - first) * g.k_row_bytes});
+  add_piece(out, {to + v, from + v, (end - first) * g.v_row_bytes});
 }
 
-// Moves slices between pages and the blocks of a tier that is memory.
-inline std::vector<Piece> tier_pieces(const Places& places, const std::vector<Slice>& parts, int32_t layer, bool to_pages) {
+// Moves one layer of a task between pages and the blocks of a tier that is memory.
+inline std::vector<Piece> tier_pieces(const Places& places, const TransferTask& task, int32_t layer, bool to_pages) {
   std::vector<Piece> out;
-  for (const Slice& slice : parts)
-    for (const PageRows& r : slice.rows) {
-      std::byte* block = places.tier->address(slice.block, layer, r.page_in_block);
-      add_pieces(out, places.geometry, to_pages ? r.page : block, to_pages ? block : r.page, r.first, r.end);
-    }
+  out.reserve(task.pages.size() + 2);  // the first and the last page may be two pieces
+  for_each_page(places, task, layer, [&](size_t i, int32_t, const PageRows& r) {
+    std::byte* block = places.tier->address(task.blocks[i], layer, r.page_in_block);
+    add_pieces(out, places.geometry, to_pages ? r.page : block, to_pages ? block : r.page, r.first, r.end);
+  });
   return out;
 }
 

@@ -56,7 +56,7 @@ def index(
 def transfer(
     users: Annotated[int, typer.Option(help="Users of a batch, all of whom return from the host tier.")] = 4,
     tokens: Annotated[int, typer.Option(help="History of each, a multiple of 1024.")] = 1024,
-    layers: Annotated[int, typer.Option(help="Layers; more of them overlap more of a batch's copies.")] = 16,
+    layers: Annotated[int, typer.Option(help="Layers; more of them overlap more of a batch's copies.")] = 24,
     rounds: Annotated[int, typer.Option(help="Rounds whose median is taken.")] = 7,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the measures here.")] = None,
 ) -> None:

@@ -246,13 +246,7 @@ class HSTURanker(nn.Module):
             with step(LAYOUT):
                 x, candidates = self._lay_out(embedded, stripped, boundary, batch)
             # 8: the layers
-            with step(LAYERS):
-                for index, layer in enumerate(cast(Iterable[HSTULayer], self.layers)):
-                    with step(PROJECT):
-                        u, q, k, v = layer.project(x)
-                    attended = batch.attend(index, q, k, v)
-                    with step(OUTPUT):
-                        x = layer.output(attended, u, x)
+            x = self._run_layers(x, batch)
         # 9 was the end of the batch; 10: scores
         with step(POSTPROCESS):
             return self.head(x.index_select(0, candidates).float()).squeeze(-1)
@@ -260,6 +254,16 @@ class HSTURanker(nn.Module):
     @property
     def _device(self) -> torch.device:
         return self.embeddings.embeddings["item"].weight.device
+
+    @step.of(LAYERS)
+    def _run_layers(self, x: torch.Tensor, batch: CacheBatch) -> torch.Tensor:
+        for index, layer in enumerate(cast(Iterable[HSTULayer], self.layers)):
+            with step(PROJECT):
+                u, q, k, v = layer.project(x)
+            attended = batch.attend(index, q, k, v)
+            with step(OUTPUT):
+                x = layer.output(attended, u, x)
+        return x
 
     def _lay_out(
         self,
