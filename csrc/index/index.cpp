@@ -182,7 +182,7 @@ void Index::grant(const RowRequest& request, size_t row_index, bool leads, Batch
     }
   }
   if (cached <= batch.context_tokens) cached = 0;
-  if (e.load != 0 && cached > 0) batch.loads.push_back(e.load);
+  if (e.load != 0 && cached > e.load_first) batch.loads.push_back(e.load);
   if (region != nullptr && cached > region->first) {
     row.region_from = region->first / config_.page_size;
     row.region_page = region->page;

@@ -92,6 +92,7 @@ class Index {
     uint32_t epoch = 0;
     int32_t device = 0;
     int32_t host = 0;      // persisted
+    int32_t load_first = 0;  // what lies before is read without waiting for the onload
     int32_t load_end = 0;  // device length once the onload is done
     int32_t cut = kNoCut;  // truncate to this when idle
     int32_t context = 0;

@@ -24,6 +24,7 @@ bool Index::start_onload(EntryId id, int32_t end, bool into_pages, Fence after, 
   task.blocks.assign(e.blocks.begin() + task.first / config_.chunk_tokens,
                      e.blocks.begin() + (end + config_.chunk_tokens - 1) / config_.chunk_tokens);
   e.load = task.ticket;
+  e.load_first = task.first;
   e.load_end = into_pages ? end : e.device;
   pin(id);
   ++transfers_;

@@ -161,6 +161,34 @@ void loads_are_shared() {
   CHECK(index.check().empty());
 }
 
+// Who reads nothing of what is on its way does not wait for it.
+void loads_are_not_waited_for_by_others() {
+  Index index(config(20, 8));
+  std::vector<TransferTask> offloads;
+  Planned first = begin(index, 1, 32);
+  commit(index, first, &offloads);
+  finish(index, std::move(offloads));
+  Planned other = begin(index, 2, 64);  // takes 16 of 20 pages: half of the user's stay
+  index.abort(other.batch, false);
+  CHECK_EQ(index.lengths(1, 1).device, 16);
+  const int64_t user = 1;
+  std::vector<TransferTask> tasks;
+  index.prefetch(std::span(&user, 1), 1, tasks);
+  CHECK_EQ(tasks[0].first, 16);
+  Planned behind = begin(index, 1, 17), before = begin(index, 1, 16);
+  CHECK_EQ(behind.batch.rows[0].cached, 17);
+  CHECK(behind.batch.loads == std::vector<Ticket>{tasks[0].ticket});
+  CHECK_EQ(before.batch.rows[0].cached, 16);
+  CHECK(before.batch.loads.empty());
+  // That it fails concerns only those who read it.
+  std::vector<TransferTask> next;
+  index.onload_done(tasks[0], false, next);
+  index.abort(before.batch, false);
+  index.abort(behind.batch, false);
+  CHECK_EQ(index.lengths(1, 1).committed, 16);
+  CHECK(index.check().empty());
+}
+
 // Fences of pages under random traffic: after each begin, `after` covers the last use of each page it got.
 void fences_under_random_traffic() {
   std::mt19937 random(11);
@@ -282,6 +310,7 @@ int main(int argc, char** argv) {
                     {"committed rows come after their writer", committed_rows_come_after_their_writer},
                     {"onloads come after the last use of their pages", onloads_come_after_the_last_use_of_their_pages},
                     {"loads are shared", loads_are_shared},
+                    {"loads are not waited for by others", loads_are_not_waited_for_by_others},
                     {"fences under random traffic", fences_under_random_traffic},
                     {"many threads", many_threads}});
 }
