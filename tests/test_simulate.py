@@ -195,6 +195,18 @@ def test_blocks_are_cut_anywhere_and_batches_hold_a_user_once(batch_size: int) -
     assert found[0]["batches"] == len(list(batches(trace, batch_size, distinct_users=True)))
 
 
+@pytest.mark.parametrize("host_chunks", [1, 3, 8, 20])
+def test_a_small_host_tier_does_no_harm(host_chunks: int) -> None:
+    trace = load_trace(
+        "kuairand-like", users=40, requests=4000, max_history=260, mean_history=150, new_tokens=2.0, seed=host_chunks
+    )
+    device = simulated(trace, small_config("device", 300), 4).stats()
+    found = simulated(trace, small_config("ours", 300, host_chunks), 4).stats()
+    assert found["hit_tokens"] >= device["hit_tokens"]
+    assert found["device_hit_tokens"] > 0.99 * device["device_hit_tokens"]
+    assert found["lost_tokens"] <= device["lost_tokens"]
+
+
 def test_bad_columns_are_refused() -> None:
     one = np.ones(1, np.int64)
     with pytest.raises(ValueError, match=r"lengths\[0\] is -1"):

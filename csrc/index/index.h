@@ -172,7 +172,7 @@ class Index {
   void evict_from_host(EntryId id);
   void free_blocks(Entry& e, int32_t tokens);
   void free_block(Block block);
-  EntryId coldest_dirty();
+  EntryId colder(EntryId a, EntryId b) const;
   void count_lost(const Entry& e, int32_t before);
 
   // offload

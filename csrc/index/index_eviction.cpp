@@ -12,16 +12,17 @@ using Lock = std::lock_guard<std::mutex>;
 bool Index::reclaim_pages(int32_t wanted) {
   if (pages_.num_free() + clean_pages_ + dirty_pages_ < wanted) return false;
   while (pages_.num_free() < wanted) {
-    const EntryId id = clean_.empty() ? coldest_dirty() : clean_.coldest();
+    const EntryId clean = clean_.coldest(), kept = kept_.coldest();
+    const EntryId id = clean == kNoEntry && kept == kNoEntry ? dirty_.coldest() : colder(clean, kept);
     evict_from_device(id, wanted - pages_.num_free());
   }
   return true;
 }
 
-EntryId Index::coldest_dirty() {
-  if (dirty_.empty()) return kept_.coldest();
-  if (kept_.empty()) return dirty_.coldest();
-  return entry(dirty_.coldest()).tick < entry(kept_.coldest()).tick ? dirty_.coldest() : kept_.coldest();
+// Of two that may be none.
+EntryId Index::colder(EntryId a, EntryId b) const {
+  if (a == kNoEntry || b == kNoEntry) return a == kNoEntry ? b : a;
+  return entry(a).tick < entry(b).tick ? a : b;
 }
 
 // From the end, in whole pages: what is left is a prefix.

@@ -189,6 +189,38 @@ void loads_are_not_waited_for_by_others() {
   CHECK(index.check().empty());
 }
 
+// Tokens that the host has no room for leave in their turn: else cold users would hold their pages against hot ones.
+void what_cannot_be_kept_leaves_in_its_turn() {
+  IndexConfig small = config(10, 1);
+  small.tail_write_back = false;
+  Index index(small);
+  for (const int64_t user : {1, 2}) {  // the second takes the host from the first
+    std::vector<TransferTask> offloads;
+    Planned store = begin(index, user, 16);
+    commit(index, store, &offloads);
+    finish(index, std::move(offloads));
+  }
+  CHECK_EQ(index.lengths(1, 1).host, 0);
+  CHECK_EQ(index.lengths(2, 1).host, 16);
+  Planned third = begin(index, 3, 16);  // two pages are free
+  CHECK(third.batch.rows[0].stores);
+  index.abort(third.batch, false);
+  CHECK_EQ(index.lengths(1, 1).device, 8);
+  CHECK_EQ(index.lengths(2, 1).device, 16);
+  CHECK_EQ(index.counters().lost_tokens, uint64_t{8});
+  // What can still be written goes last, however cold.
+  Planned written = begin(index, 1, 12);
+  commit(index, written);
+  Planned read = begin(index, 2, 16);
+  commit(index, read);
+  Planned all = begin(index, 4, 28);
+  CHECK(all.batch.rows[0].stores);
+  index.abort(all.batch, false);
+  CHECK_EQ(index.lengths(1, 1).device, 12);
+  CHECK_EQ(index.lengths(2, 1).device, 0);
+  CHECK(index.check().empty());
+}
+
 // Fences of pages under random traffic: after each begin, `after` covers the last use of each page it got.
 void fences_under_random_traffic() {
   std::mt19937 random(11);
@@ -311,6 +343,7 @@ int main(int argc, char** argv) {
                     {"onloads come after the last use of their pages", onloads_come_after_the_last_use_of_their_pages},
                     {"loads are shared", loads_are_shared},
                     {"loads are not waited for by others", loads_are_not_waited_for_by_others},
+                    {"what cannot be kept leaves in its turn", what_cannot_be_kept_leaves_in_its_turn},
                     {"fences under random traffic", fences_under_random_traffic},
                     {"many threads", many_threads}});
 }
