@@ -48,6 +48,11 @@ std::vector<RowRequest> read_requests(uintptr_t users, uintptr_t lengths, uintpt
   return requests;
 }
 
+[[noreturn]] void raise_cache_error(const std::string& what) {
+  PyErr_SetString(nb::module_::import_("mtserve_plugin.errors").attr("CacheError").ptr(), what.c_str());
+  throw nb::python_error();
+}
+
 // A batch keeps its engine alive, so that nothing is freed under it.
 struct NativeBatch {
   std::shared_ptr<Engine> engine;
@@ -57,8 +62,15 @@ struct NativeBatch {
 
   bool wait(int32_t layer, bool in_pages) {
     if (open.loads.empty()) return true;
-    nb::gil_scoped_release release;
-    return engine->wait(open, layer, in_pages);
+    bool arrives;
+    {
+      nb::gil_scoped_release release;
+      arrives = engine->wait(open, layer, in_pages);
+    }
+    if (!arrives)
+      if (const std::string error = engine->runtime().error(); !error.empty())
+        raise_cache_error("layer " + std::to_string(layer) + ": the device cannot be used any more: " + error);
+    return arrives;
   }
 };
 
@@ -119,12 +131,9 @@ std::shared_ptr<CudaApi> load_cuda(const std::string& library) {
   return std::shared_ptr<CudaApi>(make());
 }
 
-std::unique_ptr<Tier> pinned_arena(const std::shared_ptr<CudaApi>& api, const IndexConfig& config, const Geometry& geometry) {
+std::unique_ptr<Tier> pinned_arena(const std::shared_ptr<CudaApi>& api, int device, const IndexConfig& config, const Geometry& geometry) {
   Pinner pinner;
-  pinner.pin = [api](std::byte* at, int64_t bytes) {
-    if (const int code = api->pin(at, bytes))
-      throw std::runtime_error("cudaHostRegister (" + std::to_string(bytes) + " bytes): " + api->describe(code));
-  };
+  pinner.pin = [api, device](std::byte* at, int64_t bytes) { pin_host_memory(*api, device, at, bytes); };
   pinner.unpin = [api](std::byte* at) { api->unpin(at); };
   return std::make_unique<HostArena>(geometry, int64_t{config.num_chunks} * (config.chunk_tokens / config.slot_tokens), std::move(pinner));
 }
@@ -180,7 +189,7 @@ NB_MODULE(_core, m) {
             if (!cuda_library.empty()) {
               const std::shared_ptr<CudaApi> api = load_cuda(cuda_library);
               runtime = std::make_unique<CudaRuntime>(api, std::make_unique<ThreadsRuntime>(), device, kernel_onloads);
-              tier = pinned_arena(api, config, geometry);
+              tier = pinned_arena(api, device, config, geometry);
             }
             return std::shared_ptr<Engine>(new Engine(config, geometry, pages, std::move(tier), std::move(runtime), options), release);
           },
@@ -217,11 +226,17 @@ NB_MODULE(_core, m) {
            })
       .def("commit", [](Engine& self, NativeBatch& b) { self.commit(b.open); })
       .def("abort", [](Engine& self, NativeBatch& b) { if (b.open.batch.open) self.abort(b.open); })
-      .def("start_timeline", [](Engine& self, size_t limit) { self.runtime().timeline.start(limit); }, "limit"_a)
+      .def("start_timeline", [](Engine& self, size_t limit) { self.runtime().start_timeline(limit); }, "limit"_a,
+           nb::call_guard<nb::gil_scoped_release>())
       .def("take_timeline",
            [](Engine& self) {
+             std::vector<Timeline::Span> spans;
+             {
+               nb::gil_scoped_release release;
+               spans = self.runtime().take_timeline();
+             }
              nb::list out;
-             for (const Timeline::Span& s : self.runtime().timeline.take()) out.append(nb::make_tuple(s.stream, s.name, s.begin, s.end));
+             for (const Timeline::Span& s : spans) out.append(nb::make_tuple(s.stream, s.name, s.begin, s.end));
              return out;
            })
       .def("prefetch", [](Engine& self, std::vector<int64_t> users, uint32_t version) { self.prefetch(users, version); })
@@ -244,6 +259,10 @@ NB_MODULE(_core, m) {
       })
       .def("check", [](Engine& self) { return self.index().check(); })
       .def("error", [](Engine& self) { return self.runtime().error(); })
+      .def("take_warning", [](Engine& self) {
+        auto* cuda = dynamic_cast<CudaRuntime*>(&self.runtime());
+        return cuda == nullptr ? std::string() : cuda->take_warning();
+      })
       .def("stats", [](Engine& self) {
         nb::dict out = to_dict(self.index().counters(), self.index().gauges());
         nb::list waits, wait_ns;

@@ -238,16 +238,28 @@ class HierarchicalKVCache(KVCache):
             self.table = torch.empty(config.table_shape, dtype=config.torch_dtype, device=self.device)
             self._engine = build_engine(config, self.table, library)
         except (MemoryError, RuntimeError) as error:
+            self._release()
             raise ConfigError(
                 f"the memory cannot be had ({error}): num_pages={config.num_pages} + "
                 f"onload_pages={config.onload_pages} need {config.table_bytes} bytes on {self.device}, "
                 f"host_bytes={config.host_bytes} on the host; use less"
             ) from None
+        try:
+            host_memory.make_resident(self._engine, config.host_bytes)
+        except BaseException as error:
+            self._release()
+            if not isinstance(error, (MemoryError, RuntimeError)):
+                raise
+            raise ConfigError(
+                f"host_bytes={config.host_bytes}: the host tier cannot be made resident"
+                f"{' and pinned' if library else ''} ({error}); use less, or allow more"
+                f"{' locked memory (ulimit -l; containers: --ulimit memlock=-1)' if library else ' memory'}"
+            ) from None
         self._versions: dict[str, int] = {}
         self._next_version = 0
         self._open: weakref.WeakSet[CacheBatch] = weakref.WeakSet()
         self._warned_refused = False
-        host_memory.make_resident(self._engine, config.host_bytes)
+        self._warns = bool(library)
         atexit.register(_close_at_exit, weakref.ref(self))
 
     @step.of(PREPARE)
@@ -289,6 +301,8 @@ class HierarchicalKVCache(KVCache):
         batch = CacheBatch(self, lengths, layout, self.table, page_table, native)
         if native.is_uncached():
             self._warn_refused()
+        if self._warns:
+            self._warn_survived()
         self._open.add(batch)
         return batch
 
@@ -388,6 +402,14 @@ class HierarchicalKVCache(KVCache):
             for stream, name, begin, end in self._engine.take_timeline():
                 spans.append(Span(stream, name, begin * 1e-9, end * 1e-9))
 
+    def _release(self) -> None:
+        """Gives back what a constructor that fails has taken: its exception would keep this object alive."""
+        if hasattr(self, "_engine"):
+            self._engine.close()
+            del self._engine
+        if hasattr(self, "table"):
+            del self.table
+
     def _cuda_library(self) -> str:
         """Path of the library that serves the device; empty for the CPU."""
         if self.device.type == "cpu":
@@ -441,6 +463,16 @@ class HierarchicalKVCache(KVCache):
             raise CacheError("this batch was committed or aborted before; begin a new one")
         if batch._cache is not self:
             raise CacheError("this batch belongs to another cache")
+
+    def _warn_survived(self) -> None:
+        warning = self._engine.take_warning()
+        if warning:
+            self._warns = False
+            _LOG.warning(
+                "a call of CUDA was refused: %s. What it was to copy counts as not cached, requests are scored without "
+                "it; stats() counts further ones as onload_failures and offload_failures.",
+                warning,
+            )
 
     def _warn_refused(self) -> None:
         if not self._warned_refused:

@@ -93,6 +93,9 @@ class Runtime {
   virtual std::shared_ptr<std::byte> allocate_on_device(int64_t bytes, Stream&) { return allocate(bytes); }
   // The first error of the device, with the call; empty while there was none. Nothing that follows it can be trusted.
   virtual std::string error() { return {}; }
+  // The timeline from now on, and what it recorded, in order of time. Neither waits for a stream.
+  virtual void start_timeline(size_t limit) { timeline.start(limit); }
+  virtual std::vector<Timeline::Span> take_timeline() { return timeline.take(); }
 
   static std::shared_ptr<std::byte> allocate(int64_t bytes) {
     return {new std::byte[static_cast<size_t>(bytes)], std::default_delete<std::byte[]>()};

@@ -360,6 +360,7 @@ class Traffic {
     try {
       for (int step = 0; step < steps && problem_.empty() && sim_->problem().empty(); ++step) {
         if (faults_ && pick(8) == 0) (pick(2) == 0 ? engine_->runtime().faults.onload_copy : engine_->runtime().faults.offload_copy) = 1 + pick(4);
+        if (faults_ && cuda_ != nullptr && pick(4) == 0) refuse_a_call();
         if (!open.empty() && (open.size() == 2 || pick(3) > 0)) {
           const size_t i = pick(static_cast<int32_t>(open.size()));
           if (!advance(*compute, *open[i])) open.erase(open.begin() + i);
@@ -381,6 +382,13 @@ class Traffic {
         for (const auto& key : s->writes) writing_.erase(key);
     }
     open.clear();
+  }
+
+  // With an error that the device survives.
+  void refuse_a_call() {
+    FakeCuda::Fault* const faults[] = {&cuda_->copy_fault,   &cuda_->query_fault, &cuda_->create_event_fault,
+                                       &cuda_->record_fault, &cuda_->wait_fault,  &cuda_->allocate_fault};
+    *faults[pick(6)] = {1 + pick(6), CudaApi::kOutOfMemory};
   }
 
   void operate(Stream& compute) {
