@@ -9,7 +9,8 @@ For CUDA tensors the copies are CUDA kernels (CMake option `MTSERVE_CUDA`), atte
 the device once per tensor, without waiting for it.
 
 The CPU kernels release the GIL and run on torch's threads. They are compiled for several instruction sets;
-the environment variable `MTSERVE_CPU_ISA` (`baseline`, `avx2`, `avx512`) forbids the wider ones.
+the environment variable `MTSERVE_CPU_ISA` (`baseline`, `avx2`, `avx512`, `avx512_bf16`, `amx`) forbids those wider
+than the one it names.
 
 The native library is loaded when this module is imported. Where it is missing the module still imports, and
 the first call raises `MissingDependencyError`. Bad arguments raise `RuntimeError`, which names operator and
@@ -231,7 +232,12 @@ def paged_hstu_attention(
 
 
 def cpu_isa() -> str:
-    """The instruction set that attention uses on this processor: "avx512_bf16", "avx512", "avx2" or "baseline"."""
+    """The instruction set that attention in bfloat16 uses on this processor.
+
+    One of "amx", "avx512_bf16", "avx512", "avx2" and "baseline"; where it is "amx", float32 and float16 use AVX-512.
+    Before a process uses AMX, its results are compared with those of AVX-512 on a small problem. Should they differ, a
+    warning is written to the standard error, and this is "avx512_bf16".
+    """
     return _cpu_isa()
 
 

@@ -2,38 +2,67 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
+#include <iterator>
 #include <new>
 #include <string_view>
 #include <vector>
 
+#include "kernels/amx_support.h"
 #include "kernels/attention_kernel.h"
+#include "kernels/kernel_check.h"
 
 namespace mtserve::kernels {
 namespace {
 
-const AttentionKernel& choose_kernel() {
+// From the narrowest on.
+constexpr std::string_view kIsas[] = {"baseline", "avx2", "avx512", "avx512_bf16", "amx"};
+
+// Whether MTSERVE_CPU_ISA allows it; anything that is no instruction set allows all.
+[[maybe_unused]] bool allowed(std::string_view isa) {
+  const char* limit = std::getenv("MTSERVE_CPU_ISA");
+  const auto end = std::end(kIsas), widest = std::find(std::begin(kIsas), end, limit == nullptr ? "" : limit);
+  return widest == end || std::find(std::begin(kIsas), end, isa) <= widest;
+}
+
+// What bfloat16 uses where no tiles are multiplied, and all other dtypes.
+const AttentionKernel& choose_vectors() {
 #if defined(MTSERVE_X86_KERNELS)
-  const char* allowed = std::getenv("MTSERVE_CPU_ISA");
-  const std::string_view limit = allowed == nullptr ? "" : allowed;
   __builtin_cpu_init();
   const bool avx2 =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #if defined(MTSERVE_X86_BF16)
-  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-  if (bf16 && limit != "avx512" && limit != "avx2" && limit != "baseline") return kAttentionAvx512Bf16;
+  if (avx512 && __builtin_cpu_supports("avx512bf16") && allowed("avx512_bf16")) return kAttentionAvx512Bf16;
 #endif
-  if (avx512 && limit != "avx2" && limit != "baseline") return kAttentionAvx512;
-  if (avx2 && limit != "baseline") return kAttentionAvx2;
+  if (avx512 && allowed("avx512")) return kAttentionAvx512;
+  if (avx2 && allowed("avx2")) return kAttentionAvx2;
 #endif
   return kAttentionBaseline;
 }
 
-const AttentionKernel& chosen_kernel() {
-  static const AttentionKernel& kernel = choose_kernel();
-  return kernel;
+struct Kernels {
+  const AttentionKernel& others;
+  const AttentionKernel& bfloat16;
+};
+
+Kernels choose_kernels() {
+  const AttentionKernel& vectors = choose_vectors();
+#if defined(MTSERVE_X86_AMX) && defined(MTSERVE_X86_BF16)
+  if (&vectors == &kAttentionAvx512Bf16 && allowed("amx") && request_amx()) {
+    if (kernels_agree(kAttentionAmx, kAttentionAvx512Bf16)) return {vectors, kAttentionAmx};
+    std::fputs("mtserve: warning: attention by AMX differs from that by AVX-512 on this processor and is not used\n",
+               stderr);
+  }
+#endif
+  return {vectors, vectors};
+}
+
+const Kernels& chosen_kernels() {
+  static const Kernels kernels = choose_kernels();
+  return kernels;
 }
 
 // A thread's working memory: it grows and stays, so that no item allocates.
@@ -122,10 +151,12 @@ struct AttentionPlan::State {
   }
 };
 
-const char* attention_isa() { return chosen_kernel().isa; }
+const char* attention_isa() { return chosen_kernels().bfloat16.isa; }
 
 AttentionPlan::AttentionPlan(const AttentionProblem& problem, int threads) {
-  state_ = std::make_unique<State>(problem, chosen_kernel());
+  const Kernels& kernels = chosen_kernels();
+  state_ = std::make_unique<State>(problem,
+                                   problem.dtype == DType::kBFloat16 ? kernels.bfloat16 : kernels.others);
   State& s = *state_;
   const double cost = s.cut(s.choose_tiles(threads));
   const double work = cost * static_cast<double>(problem.heads * (problem.qk_dim + problem.v_dim));

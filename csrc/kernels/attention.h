@@ -40,8 +40,10 @@ struct AttentionProblem {
   int64_t max_attn_len;  // 0: all
 };
 
-// The instruction set that attention uses on this processor: "avx512_bf16", "avx512", "avx2" or "baseline". The
-// environment variable MTSERVE_CPU_ISA, read once, forbids the wider ones.
+// The instruction set that attention uses for bfloat16 on this processor: "amx", "avx512_bf16", "avx512", "avx2" or
+// "baseline"; where it is "amx", other dtypes use AVX-512. The environment variable MTSERVE_CPU_ISA, read once, forbids
+// those wider than the one it names. AMX is compared with AVX-512 first; if they differ, it stays unused, and a
+// warning on the standard error says so.
 const char* attention_isa();
 
 // The work of one call, cut into items that threads take one after the other.

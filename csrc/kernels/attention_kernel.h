@@ -12,7 +12,7 @@ namespace mtserve::kernels {
 // independent of how much of a history was cached.
 constexpr int64_t kKeyBlock = 128;
 constexpr int64_t kMaxTiles = 8;
-constexpr int64_t kMaxTileRows = 16;
+constexpr int64_t kMaxTileRows = 32;
 
 // Consecutive dense rows of one batch row, for one head.
 struct AttentionItem {
@@ -35,6 +35,10 @@ extern const AttentionKernel kAttentionAvx2;
 extern const AttentionKernel kAttentionAvx512;
 #if defined(MTSERVE_X86_BF16)
 extern const AttentionKernel kAttentionAvx512Bf16;
+#endif
+#if defined(MTSERVE_X86_AMX)
+// For bfloat16 alone.
+extern const AttentionKernel kAttentionAmx;
 #endif
 #endif
 

@@ -44,7 +44,8 @@ class AttentionBench:
         attention_ms: one call of `ops.paged_hstu_attention`.
         einsum_ms: the same attention in torch, with keys gathered, whole masks and four operators.
         gflops: attention's multiply-adds over visible pairs of query and key, twice, per second; in 10^9.
-        gemm_peak_gflops: the fastest of several shapes of `torch.mm`.
+        gemm_peak_gflops: the fastest of several shapes of `torch.mm`, which uses AMX where the processor has it.
+            Attention by AMX, which multiplies values by three parts of a score, can reach half of that.
         roofline_gflops: the lesser one of that peak and of what memory can feed: operations per byte of keys, values,
             queries and results, times the bytes that memcpy reads and writes per second.
         max_rel_error: attention against float64, max|a-b| / max|b|.

@@ -17,7 +17,7 @@ DTYPES = list(TOLERANCE)
 # Bits of the significand, exponent of the smallest normal number.
 HALF_FORMATS = {torch.float16: (11, -14), torch.bfloat16: (8, -126)}
 # From the narrowest on.
-ISAS = ["baseline", "avx2", "avx512", "avx512_bf16"]
+ISAS = ["baseline", "avx2", "avx512", "avx512_bf16", "amx"]
 # heads, qk_dim, v_dim, page_size
 SHAPES = [
     (2, 16, 16, 8),
@@ -120,7 +120,7 @@ def test_half_precision_is_float32_rounded_once(dtype, norm_len):
     wide = [x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in arguments.values()]
     expected = ops.paged_hstu_attention(*wide)
     out = batch.attend()
-    if dtype == torch.bfloat16 and ops.cpu_isa() == "avx512_bf16":
+    if dtype == torch.bfloat16 and ops.cpu_isa() in ("avx512_bf16", "amx"):
         # Pairs of dims are summed up in another order, so that what lies at a tie may be rounded the other way.
         assert (out != expected.to(dtype)).double().mean() < 0.01
         assert_rounded_once(out, batch.expected(), 1e-6 * float(expected.abs().max()))
