@@ -35,6 +35,7 @@ from stack import Stack
 
 from mtserve_plugin import CacheConfig, HierarchicalKVCache, NoCache, ops
 from mtserve_plugin.cache import KVCache
+from mtserve_plugin.graphs import LayerGraphs
 from mtserve_plugin.machine import describe_machine
 from mtserve_plugin.workload import load_trace
 
@@ -243,13 +244,8 @@ class Bench:
     def requests(self) -> dict[str, Any]:
         """Recompute, device alone, the paper's policy, both tiers: mean ms per batch, speed-ups, hit ratios, errors."""
         size = self.size
-        trace = load_trace(
-            "kuairand-like", users=size.trace_users, requests=size.trace_users * 12, mean_history=size.mean,
-            max_history=size.longest,
-        )  # fmt: skip
-        wanted = _requests(trace)
+        wanted, need, histories = self._workload(size.trace_users)
         timed = wanted[-size.requests :]
-        need = sum(math.ceil(length / 32) for length in dict(wanted).values())
         pages = max(need // 5, math.ceil(size.longest / 32) + 1)
         host = 2 * need * 32 * size.config(num_pages=1).token_bytes
         configs = {
@@ -258,8 +254,6 @@ class Bench:
             "hierarchical": size.config(num_pages=pages, host_bytes=host),
         }
         model = Stack(configs["device"], 50_000, self.device)
-        rng = np.random.default_rng(0)
-        histories = {user: rng.integers(0, 50_000, size.longest) for user, _ in wanted}
         rows: list[dict[str, Any]] = []
         for batch_size in (1, 4, 8):
             caches: dict[str, KVCache] = {"recompute": NoCache(configs["device"], self.device)}
@@ -271,6 +265,43 @@ class Bench:
                     cache.close()
         return {"pages": pages, "working_set_pages": need, "requests": len(timed), "rows": rows}
 
+    def graphs(self) -> dict[str, Any]:
+        """Both tiers with the layers launched one by one and through CUDA graphs, after the graphs were recorded."""
+        size = self.size
+        wanted, need, histories = self._workload(max(size.trace_users // 5, 8))
+        timed = wanted[-size.requests :]
+        pages = max(need // 5, 9 * math.ceil(size.longest / 32))
+        host = 2 * need * 32 * size.config(num_pages=1).token_bytes
+        config = size.config(num_pages=pages, host_bytes=host)
+        model = Stack(config, 50_000, self.device)
+        rows: list[dict[str, Any]] = []
+        notes: dict[str, Any] = {}
+        for batch_size in (1, 4, 8):
+            caches: dict[str, KVCache] = {"recompute": NoCache(config, self.device)}
+            caches |= {name: HierarchicalKVCache(config, self.device) for name in ("hierarchical", "graphs")}
+            graphs = LayerGraphs()
+            try:
+                rows += self._compare(model, caches, wanted[: -len(timed)], timed, histories, batch_size, graphs)
+            finally:
+                for cache in caches.values():
+                    cache.close()
+            counts = {name: value for name, value in graphs.stats().items() if value}
+            notes[f"batch_{batch_size}"] = ", ".join(f"{name} {value}" for name, value in counts.items())
+            if not counts.get("replayed"):
+                notes[f"batch_{batch_size}"] += ": no graph ran, the row of that name is the eager path once more"
+        return {**notes, "rows": rows}
+
+    def _workload(self, users: int) -> tuple[list[tuple[int, int]], int, dict[int, Any]]:
+        """Requests, the pages that all users' histories take, and item ids by user."""
+        size = self.size
+        trace = load_trace(
+            "kuairand-like", users=users, requests=users * 12, mean_history=size.mean, max_history=size.longest
+        )
+        wanted = _requests(trace)
+        rng = np.random.default_rng(0)
+        need = sum(math.ceil(length / 32) for length in dict(wanted).values())
+        return wanted, need, {user: rng.integers(0, 50_000, size.longest) for user, _ in wanted}
+
     def _compare(
         self,
         model: Stack,
@@ -279,7 +310,9 @@ class Bench:
         timed: list[tuple[int, int]],
         histories: dict[int, Any],
         batch_size: int,
+        graphs: LayerGraphs | None = None,
     ) -> list[dict[str, Any]]:
+        """Every batch through every cache; the one named "graphs" with them. Batches that recorded are not timed."""
         rng = np.random.default_rng(1)
         latest = list(dict(before).items())
         for name, cache in caches.items():
@@ -293,16 +326,24 @@ class Bench:
         for number, part in enumerate(_batches(timed, batch_size)):
             candidates = rng.integers(0, 50_000, (len(part), self.size.candidates))
             scores: dict[str, torch.Tensor] = {}
+            took: dict[str, float] = {}
+            recorded = _recorded(graphs)
             for name in names[number % len(names) :] + names[: number % len(names)]:
+                model.graphs = graphs if name == "graphs" else None
                 self._settle()
                 began = time.perf_counter()
                 scores[name] = model(caches[name], *_rows(part, histories), candidates)
                 self._settle()
-                seconds[name].append(time.perf_counter() - began)
+                took[name] = time.perf_counter() - began
                 caches[name].drain()
+            model.graphs = None
+            for name in names if _recorded(graphs) == recorded else ():
+                seconds[name].append(took[name])
             want = scores["recompute"]
             for name in names:
                 errors[name] = max(errors[name], float((scores[name] - want).abs().max() / want.abs().max()))
+        if not seconds["recompute"]:
+            raise RuntimeError("every batch recorded graphs; none is left to be timed")
         rows = []
         for name in names:
             stats = caches[name].stats()
@@ -392,6 +433,14 @@ def _requests(trace: Any) -> list[tuple[int, int]]:
     ]
 
 
+def _recorded(graphs: LayerGraphs | None) -> int:
+    """Batches so far that recorded, or tried to."""
+    if graphs is None:
+        return 0
+    stats = graphs.stats()
+    return stats["recorded"] + stats["failures"]
+
+
 def _batches(requests: list[tuple[int, int]], size: int) -> Iterator[list[tuple[int, int]]]:
     part: list[tuple[int, int]] = []
     for request in requests:
@@ -425,6 +474,7 @@ def run(size: Size, device: torch.device, only: list[str], out: Console) -> dict
         "attention": lambda: attention(device),
         "transfers": bench.transfers,
         "requests": bench.requests,
+        "graphs": bench.graphs,
         "load_or_recompute": bench.load_or_recompute,
     }
     found: dict[str, Any] = {}

@@ -11,6 +11,7 @@ from torch import nn
 
 from mtserve_plugin.cache import KVCache
 from mtserve_plugin.config import CacheConfig
+from mtserve_plugin.graphs import LayerGraphs
 from mtserve_plugin.models.layer import HSTULayer
 
 Ids = npt.NDArray[np.int64]
@@ -24,6 +25,9 @@ class Stack(nn.Module):
         num_items: rows of the table.
         device: where it lives.
         seed: of the weights.
+
+    Attributes:
+        graphs: runs the layers where it can; `None` at first.
     """
 
     def __init__(self, config: CacheConfig, num_items: int, device: torch.device | str, seed: int = 0) -> None:
@@ -37,6 +41,7 @@ class Stack(nn.Module):
         self.head = nn.Linear(dim, 1)
         self.to(device=device, dtype=config.torch_dtype)
         self.head.float()
+        self.graphs: LayerGraphs | None = None
 
     @torch.inference_mode()
     def forward(self, cache: KVCache, users: Sequence[int], histories: Sequence[Ids], candidates: Ids) -> torch.Tensor:
@@ -55,7 +60,10 @@ class Stack(nn.Module):
             rows = [part for row, at in enumerate(cached) for part in (histories[row][at:], candidates[row])]
             ids = torch.from_numpy(np.concatenate(rows)).to(self.items.weight.device, non_blocking=True)
             x = self.items(ids)
-            for index, layer in enumerate(self.layers):
+            recorded = self.graphs.run(self.layers, x, batch) if self.graphs is not None else None
+            if recorded is not None:
+                x = recorded
+            for index, layer in enumerate(self.layers if recorded is None else ()):
                 u, q, k, v = layer.project(x)  # type: ignore[operator]
                 x = layer.output(batch.attend(index, q, k, v), u, x)  # type: ignore[operator]
             ends = batch.offsets[1:, None] - count + torch.arange(count)

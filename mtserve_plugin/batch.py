@@ -7,9 +7,10 @@ from contextvars import ContextVar
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
-from mtserve_plugin import ops
+from mtserve_plugin import jagged, ops
 from mtserve_plugin.errors import CacheError, InputError, OnloadError
 from mtserve_plugin.steps import APPEND, ATTEND, STRIP, WAIT, step
 
@@ -95,9 +96,15 @@ class CacheBatch:
         self._appended = 0
         self._open = True
         self._outer: CacheBatch | None = None
+        self._candidates_there: torch.Tensor | None = None
         self._config = cache.config
 
     # ---- what the model needs to know -------------------------------------------------------------------------
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the cache, and of the model: the last one may be run by `attend_candidates`."""
+        return self._config.num_layers
 
     @property
     def batch_size(self) -> int:
@@ -138,6 +145,32 @@ class CacheBatch:
         """Dense rows of the whole batch: the first dimension of q, k and v."""
         return int(self._layout[5, -1])
 
+    @cached_property
+    def candidate_rows(self) -> torch.Tensor:
+        """`[sum of candidates]` int64 on the host: which dense rows are candidates, the last ones of each row."""
+        counts, ends = self.layout.candidates.numpy(), self.layout.offsets[1:].numpy()
+        shift = (ends - counts.cumsum()).repeat(counts)
+        return torch.from_numpy(shift + np.arange(shift.size))
+
+    def candidates_of(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows `candidate_rows` of `x` `[num_rows, ...]`; a view where the batch is one row."""
+        if self.batch_size == 1:
+            return x[self.num_rows - self.num_all_candidates :]
+        return x.index_select(0, self._candidates_on(x.device))
+
+    def at_candidates(self, x: torch.Tensor) -> torch.Tensor:
+        """`[num_rows, ...]`, zero but for its candidates, which are the rows of `x`: undoes `candidates_of`."""
+        out = x.new_zeros((self.num_rows, *x.shape[1:]))
+        if self.batch_size == 1:
+            out[self.num_rows - self.num_all_candidates :] = x
+            return out
+        return out.index_copy_(0, self._candidates_on(x.device), x)
+
+    @cached_property
+    def num_all_candidates(self) -> int:
+        """Candidates of all rows together."""
+        return int(self.layout.candidates.sum())
+
     # ---- step 2 -----------------------------------------------------------------------------------------------
 
     @step.of(STRIP)
@@ -157,8 +190,6 @@ class CacheBatch:
         Raises:
             InputError: a key is absent, or its lengths disagree with the history lengths given to `begin`.
         """
-        from mtserve_plugin import jagged
-
         self._check_open()
         return jagged.strip(features, keys, self.history_lengths, self.cached_lengths)
 
@@ -216,24 +247,35 @@ class CacheBatch:
         k_heads = self._heads("k", k, config.qk_dim)
         v_heads = self._heads("v", v, config.v_dim)
         table = self.wait(layer)
-        with step(ATTEND):
-            out = ops.paged_hstu_attention(
-                q_heads,
-                k_heads,
-                v_heads,
-                self.table,
-                layer,
-                self.offsets,
-                self.layout.candidates,
-                self.layout.paged,
-                table.indices,
-                table.indptr,
-                config.page_size,
-                config.scale,
-                float(config.attn_norm_len),
-                config.max_attn_len,
-            )
+        out = self._attention(layer, q_heads, k_heads, v_heads, table, self.offsets, self.layout.paged)
         self._append(layer, k_heads, v_heads)
+        return out if v.dim() == 3 else out.flatten(1)
+
+    def attend_candidates(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """`attend` for a model's last layer, behind which nothing reads the history: candidates attend alone.
+
+        Their rows come out as `attend` has them, bit by bit, and all new rows are appended. Where every row has pages
+        for its delta, the delta's queries are not computed.
+
+        Args:
+            layer: as for `attend`; q, k, v: as for `attend`, `[num_rows, ...]`.
+
+        Returns:
+            `[sum of candidates, ...]`, the rows `candidate_rows` of what `attend` returns.
+
+        Raises:
+            InputError, OnloadError: as `attend`.
+        """
+        if self.num_all_candidates in (0, self.num_rows) or not self._delta_in_pages:
+            return self.candidates_of(self.attend(layer, q, k, v))
+        q_heads = self._heads("q", q, self._config.qk_dim)
+        k_heads = self._heads("k", k, self._config.qk_dim)
+        v_heads = self._heads("v", v, self._config.v_dim)
+        table = self.wait(layer, include_delta=True)
+        self._append(layer, k_heads, v_heads)
+        q_heads, k_heads, v_heads = (self.candidates_of(x) for x in (q_heads, k_heads, v_heads))
+        paged = self.layout.paged + self.layout.context + self.layout.delta
+        out = self._attention(layer, q_heads, k_heads, v_heads, table, jagged.offsets(self.layout.candidates), paged)
         return out if v.dim() == 3 else out.flatten(1)
 
     # ---- step 8 -----------------------------------------------------------------------------------------------
@@ -279,6 +321,18 @@ class CacheBatch:
         self._native.write_slots(slots.data_ptr(), self._config.page_size)
         return slots
 
+    def _candidates_on(self, device: torch.device) -> torch.Tensor:
+        rows = self.candidate_rows
+        if device.type == "cpu":
+            return rows
+        if self._candidates_there is None:
+            self._candidates_there = rows.to(device, non_blocking=True)
+        return self._candidates_there
+
+    @cached_property
+    def _delta_in_pages(self) -> bool:
+        return self._native is not None and self._native.table_size(self._config.page_size, True) >= 0
+
     @cached_property
     def _table_of_cached(self) -> PageTable:
         return self._split(self._page_table)
@@ -300,6 +354,35 @@ class CacheBatch:
     def _split(self, packed: torch.Tensor) -> PageTable:
         rows = self.batch_size
         return PageTable(packed[2 * rows + 1 :], packed[: rows + 1], packed[rows + 1 : 2 * rows + 1])
+
+    @step.of(ATTEND)
+    def _attention(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        table: PageTable,
+        offsets: torch.Tensor,
+        paged: torch.Tensor,
+    ) -> torch.Tensor:
+        config = self._config
+        return ops.paged_hstu_attention(
+            q,
+            k,
+            v,
+            self.table,
+            layer,
+            offsets,
+            self.layout.candidates,
+            paged,
+            table.indices,
+            table.indptr,
+            config.page_size,
+            config.scale,
+            float(config.attn_norm_len),
+            config.max_attn_len,
+        )
 
     @step.of(APPEND)
     def _append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:

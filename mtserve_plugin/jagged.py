@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from mtserve_plugin.errors import InputError
@@ -126,34 +127,50 @@ def strip(
     """
     lengths, chosen = _checked(features, keys, history_lengths, cached_lengths)
     values, weights = features.values(), features.weights_or_none()
-    if not cached_lengths.any():
-        return features, {key: values.new_zeros((cached_lengths.numel(), *values.shape[1:])) for key in keys}
+    cached = cached_lengths.numpy()
+    if not cached.any():
+        return features, {key: values.new_zeros((cached.size, *values.shape[1:])) for key in keys}
 
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    stripped = torch.zeros_like(lengths)
-    stripped[chosen] = cached_lengths
-    kept = lengths - stripped
-    segments = torch.stack((stripped, kept), -1).view(-1)
-    odd = torch.arange(1, segments.numel(), 2, dtype=torch.int32)
-    total = int(kept.sum())
-    last = (offsets(lengths.view(-1))[:-1].view_as(lengths)[chosen] + cached_lengths - 1).clamp_(min=0)
+    # On small host arrays numpy's calls cost a fraction of torch's, and this is between the request and its layers.
+    segments = np.zeros((*lengths.shape, 2), dtype=np.int64)
+    segments[chosen, :, 0] = cached
+    kept = np.subtract(lengths, segments[..., 0], out=segments[..., 1])
+    odd = torch.arange(1, segments.size, 2, dtype=torch.int32)
+    starts = (lengths.cumsum() - lengths.reshape(-1)).reshape(lengths.shape)
+    last = torch.from_numpy(np.maximum(starts[chosen] + cached - 1, 0))
 
     device = values.device
-    kept_values, kept_weights = select_segments(values, segments.to(device), odd.to(device), total, weights)
+    kept_values, kept_weights = select_segments(
+        values, torch.from_numpy(segments).view(-1).to(device), odd.to(device), int(kept.sum()), weights
+    )
     edge = values.index_select(0, last.view(-1).to(device)).view(*last.shape, *values.shape[1:])
-    nothing = (cached_lengths == 0).to(device).view(-1, *[1] * (values.dim() - 1))
+    nothing = torch.from_numpy(cached == 0).to(device).view(-1, *[1] * (values.dim() - 1))
     edge = edge.masked_fill(nothing, 0)
     per_key = kept.sum(1).tolist()
     out = KeyedJaggedTensor(
         keys=features.keys(),
         values=kept_values,
         weights=kept_weights,
-        lengths=kept.view(-1).to(device=device, dtype=features.lengths().dtype),
-        stride=cached_lengths.numel(),
+        lengths=torch.from_numpy(kept.reshape(-1)).to(device=device, dtype=features.lengths().dtype),
+        stride=cached.size,
         length_per_key=per_key,
     )
     return out, dict(zip(keys, edge.unbind(0), strict=True))
+
+
+def column(features: KeyedJaggedTensor, key: str) -> torch.Tensor:
+    """The values of one feature, row after row: what `features[key].values()` gives, without a jagged tensor around it.
+
+    Raises:
+        InputError: there is no such feature.
+    """
+    keys = features.keys()
+    if key not in keys:
+        raise InputError(f"features has no key {key!r}; it has {', '.join(keys)}")
+    place, ends = keys.index(key), features.offset_per_key()
+    return features.values()[ends[place] : ends[place + 1]]
 
 
 def token_hashes(features: KeyedJaggedTensor, keys: Sequence[str]) -> torch.Tensor:
@@ -170,11 +187,8 @@ def token_hashes(features: KeyedJaggedTensor, keys: Sequence[str]) -> torch.Tens
         InputError: a key is absent, holds no integers, or has another number of values than the first.
     """
     hashes: torch.Tensor | None = None
-    present = set(features.keys())
     for key in keys:
-        if key not in present:
-            raise InputError(f"features has no key {key!r}; it has {', '.join(features.keys())}")
-        values = features[key].values()
+        values = column(features, key)
         if values.dtype not in (torch.int64, torch.int32):
             raise InputError(f"features[{key!r}] is {values.dtype}; token_hashes needs integers: leave the key out")
         if hashes is None:
@@ -194,14 +208,15 @@ def token_hashes(features: KeyedJaggedTensor, keys: Sequence[str]) -> torch.Tens
 
 def _checked(
     features: KeyedJaggedTensor, keys: Sequence[str], history: torch.Tensor, cached: torch.Tensor
-) -> tuple[torch.Tensor, list[int]]:
-    """All lengths `[F, B]` int64 on the host, and the places of `keys` among them."""
+) -> tuple[np.ndarray, list[int]]:
+    """All lengths `[F, B]` int64, and the places of `keys` among them."""
     rows = history.numel()
     if cached.shape != history.shape:
         raise InputError(f"cached_lengths has shape {tuple(cached.shape)}, history_lengths {tuple(history.shape)}")
-    if rows and not bool(((cached >= 0) & (cached <= history)).all()):
-        row = int(((cached < 0) | (cached > history)).int().argmax())
-        raise InputError(f"cached_lengths[{row}]={int(cached[row])} is not within 0 and {int(history[row])}")
+    wanted, stripped = history.numpy(), cached.numpy()
+    if (outside := (stripped < 0) | (stripped > wanted)).any():
+        row = int(outside.argmax())
+        raise InputError(f"cached_lengths[{row}]={stripped[row]} is not within 0 and {wanted[row]}")
     if isinstance(keys, str):
         raise InputError(f"keys={keys!r} is one string; pass a list of keys")
     place = {key: index for index, key in enumerate(features.keys())}
@@ -211,14 +226,13 @@ def _checked(
     if features.variable_stride_per_key() or features.stride() != rows:
         stride = "variable" if features.variable_stride_per_key() else features.stride()
         raise InputError(f"features has stride {stride}; the batch has {rows} rows: key {next(iter(keys), '')!r}")
-    lengths = features.lengths().to(device="cpu", dtype=torch.int64).view(len(place), rows)
+    lengths = features.lengths().to(device="cpu", dtype=torch.int64).view(len(place), rows).numpy()
     chosen = [place[key] for key in keys]
-    wrong = lengths[chosen] != history
-    if bool(wrong.any()):
-        which, row = divmod(int(wrong.view(-1).int().argmax()), rows)
+    if (wrong := lengths[chosen] != wanted).any():
+        which, row = divmod(int(wrong.argmax()), rows)
         raise InputError(
-            f"features[{keys[which]!r}] has {int(lengths[chosen[which], row])} values in row {row}, but "
-            f"history_lengths[{row}] is {int(history[row])}; give begin the lengths of the history features"
+            f"features[{keys[which]!r}] has {lengths[chosen[which], row]} values in row {row}, but "
+            f"history_lengths[{row}] is {wanted[row]}; give begin the lengths of the history features"
         )
     if (total := int(lengths.sum())) != features.values().shape[0]:
         raise InputError(f"features holds {features.values().shape[0]} values; its lengths sum to {total}")

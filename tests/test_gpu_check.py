@@ -24,7 +24,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
     assert "needs a CUDA device" in found["attention"]["skipped"]
-    for name in ("copies", "page_kernels", "transfers", "requests", "load_or_recompute"):
+    for name in ("copies", "page_kernels", "transfers", "requests", "graphs", "load_or_recompute"):
         assert "skipped" not in found[name], found[name]
         assert name in done.stdout
     shares = {name: value for name, value in found["transfers"].items() if name.endswith("_share")}
@@ -35,6 +35,8 @@ def test_every_part_runs(tmp_path: Path) -> None:
         assert rows["recompute", size]["speedup"] == 1
         assert 0 < rows["device", size]["total_hit_ratio"] < rows["hierarchical", size]["total_hit_ratio"] < 1
         assert all(row["max_rel_error"] <= 2e-6 for row in found["requests"]["rows"])
+    assert "no graph ran" in found["graphs"]["batch_1"]
+    assert {row["mode"] for row in found["graphs"]["rows"]} == {"recompute", "hierarchical", "graphs"}
     assert [row["length"] for row in found["load_or_recompute"]["rows"]] == [64, 256]
 
 

@@ -29,7 +29,9 @@ _SEED = 7
 class _Result:
     def __init__(self, name: str, *words: str, json_file: Path | None = None) -> None:
         extra = ["--json", str(json_file)] if json_file else []
-        result = CliRunner().invoke(app, ["replay", "--paper", name, "--seed", str(_SEED), *words, *extra])
+        words = ("replay", "--paper", name, "--seed", str(_SEED), *words, *extra)
+        # Wide enough for any latency: on a busy machine figures have more digits, and a cell that breaks is not found.
+        result = CliRunner(env={"COLUMNS": "120"}).invoke(app, words)
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         self.code = result.exit_code

@@ -35,8 +35,8 @@ def test_the_papers_memory() -> None:
     assert onload_pages(8, 40_008, 32) == 10_002
     assert (40_960 + 10_008) * geometry.page_bytes == 25_484 * _MIB
     assert (40_960 + 10_002) * geometry.page_bytes == 25_481 * _MIB
-    assert geometry.workbench_bytes(8 * 40_008) == pytest.approx(1_875 * _MIB, rel=1e-3)
-    assert geometry.workbench_bytes(8 * 40_008, layers=8) == pytest.approx(15_000 * _MIB, rel=1e-3)
+    assert geometry.paper_workbench_bytes(8 * 40_008) == pytest.approx(1_875 * _MIB, rel=1e-3)
+    assert geometry.paper_workbench_bytes(8 * 40_008, layers=8) == pytest.approx(15_000 * _MIB, rel=1e-3)
     text = _run("--appendix-c").output
     for figure in ("25,484", "25,481", "15,000", "16.0 KiB"):
         assert figure in text
@@ -55,6 +55,7 @@ def test_what_is_divided_adds_up(staged: bool) -> None:
         num_pages=memory.pages, onload_pages=memory.onload_pages, chunk_size=128,
     )  # fmt: skip
     assert config.table_bytes == memory.pages_bytes + memory.onload_bytes
+    assert memory.total_bytes == config.table_bytes + 4 * 1000 * 128 * 4 * (4 + 6)
 
 
 def test_memory_that_holds_nothing_says_how_much_would() -> None:

@@ -86,6 +86,7 @@ def test_prints_within_120_columns_and_writes_json(
 ) -> None:
     monkeypatch.setattr(refusals, "run", lambda service, step: (list(rows.values()), ["left out"]))
     monkeypatch.delenv("GENERATIVE_RECOMMENDERS", raising=False)
+    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(sys, "argv", ["refusals.py", "--json", str(tmp_path / "out.json")])
     refusals.main()
     printed = capsys.readouterr().out

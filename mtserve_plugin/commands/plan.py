@@ -33,7 +33,7 @@ Dim = Annotated[int | None, typer.Option(help="Dimension per head, instead of th
 Dtype = Annotated[
     str | None, typer.Option(help="float32, bfloat16 or float16, instead of the model's.", show_default="model's")
 ]
-DeviceMemory = Annotated[str, typer.Option(help="Device memory for pages and workbench, e.g. 24GiB.")]
+DeviceMemory = Annotated[str, typer.Option(help="Device memory for pages, workbench and forwards, e.g. 24GiB.")]
 HostMemory = Annotated[str, typer.Option(help="Host memory for the cache, e.g. 256GiB; 0 for none.")]
 BatchSize = Annotated[int, typer.Option(help="Requests per batch.")]
 PageSize = Annotated[int, typer.Option(help="Tokens per page.")]

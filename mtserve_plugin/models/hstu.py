@@ -14,8 +14,10 @@ from mtserve_plugin.batch import CacheBatch
 from mtserve_plugin.cache import KVCache, NoCache
 from mtserve_plugin.config import CacheConfig
 from mtserve_plugin.errors import CacheError, ConfigError, OnloadError
+from mtserve_plugin.graphs import LayerGraphs
 from mtserve_plugin.models.features import HISTORY_KEYS, build_features, read_request
 from mtserve_plugin.models.layer import HSTULayer
+from mtserve_plugin.models.workbench import Workbench
 from mtserve_plugin.positions import AppendStableEncoder, places
 from mtserve_plugin.steps import EMBED, HASH, LAYERS, LAYOUT, OUTPUT, POSTPROCESS, PROJECT, step
 
@@ -132,8 +134,12 @@ class HSTURanker(nn.Module):
         seed: weights are random, of trained size, and the same for the same seed.
         content_check: give the cache a hash of every history token, so that edited, deleted and slid
             histories are found out; without it a history is taken to have only grown.
+        workbench_tokens: rows of the `Workbench`; larger batches allocate for themselves. `None`: twice
+            `max_positions`, a longest history and its candidates; 0: none. `mtserve plan` says how many a batch has.
+        graphs: runs the layers of small batches through CUDA graphs, where it can; see `LayerGraphs`.
 
     Attributes:
+        workbench: memory for the layers' projections.
         version: names the weights; keys and values of another version are never used. Change it with the
             weights.
 
@@ -147,11 +153,21 @@ class HSTURanker(nn.Module):
         torch.Size([3])
     """
 
-    def __init__(self, config: HSTURankerConfig, cache: KVCache, *, seed: int = 0, content_check: bool = True) -> None:
+    def __init__(
+        self,
+        config: HSTURankerConfig,
+        cache: KVCache,
+        *,
+        seed: int = 0,
+        content_check: bool = True,
+        workbench_tokens: int | None = None,
+        graphs: LayerGraphs | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.cache = cache
         self.content_check = content_check
+        self.graphs = graphs
         self.version = ""
         dim = config.embedding_dim
         self.embeddings = EmbeddingCollection(
@@ -183,6 +199,8 @@ class HSTURanker(nn.Module):
         self.layers.to(dtype)
         self.encoder.to(dtype)
         self.to(cache.device)
+        tokens = 2 * config.max_positions if workbench_tokens is None else workbench_tokens
+        self.workbench = Workbench(config, tokens, cache.device)
 
     @property
     def cache(self) -> KVCache:
@@ -257,12 +275,16 @@ class HSTURanker(nn.Module):
 
     @step.of(LAYERS)
     def _run_layers(self, x: torch.Tensor, batch: CacheBatch) -> torch.Tensor:
-        for index, layer in enumerate(cast(Iterable[HSTULayer], self.layers)):
-            with step(PROJECT):
-                u, q, k, v = layer.project(x)
-            attended = batch.attend(index, q, k, v)
-            with step(OUTPUT):
-                x = layer.output(attended, u, x)
+        """`x` `[T, D]` is overwritten."""
+        if self.graphs is not None and (done := self.graphs.run(self.layers, x, batch)) is not None:
+            return done
+        with self.workbench.lend(x) as projections:
+            for index, layer in enumerate(cast(Iterable[HSTULayer], self.layers)):
+                with step(PROJECT):
+                    u, q, k, v = layer.project(x, out=projections)
+                attended = batch.attend(index, q, k, v)
+                with step(OUTPUT):
+                    x = layer.output(attended, u, x, out=x)
         return x
 
     def _lay_out(
@@ -272,12 +294,17 @@ class HSTURanker(nn.Module):
         boundary: dict[str, torch.Tensor],
         batch: CacheBatch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings to dense tokens, each row its delta, then its candidates; and where the candidates are."""
+        """Embeddings, which it uses up, to dense tokens, each row its delta, then its candidates; and where these are.
+
+        It lets go early of what it has read: here a batch without any hit takes most memory.
+        """
         device = self._device
         delta, candidates = batch.delta_lengths, batch.num_candidates
         order = jagged.concat_order(delta, candidates, device)
-        history = embedded["item"].values() + embedded["action"].values()
-        x = jagged.concat(history, embedded["candidate"].values(), order)
+        history = embedded.pop("item").values().add_(embedded.pop("action").values())
+        x = jagged.concat(history, embedded.pop("candidate").values(), order)
+        del history
+        x = x.to(self.encoder.dtype)
         where = places(
             features["time"].values(),
             boundary["time"].to(device, non_blocking=True),
@@ -289,8 +316,7 @@ class HSTURanker(nn.Module):
         )
         rows = jagged.spread(batch.offsets[:-1] + delta - jagged.offsets(candidates)[:-1], candidates)
         rows += torch.arange(rows.numel())
-        x = self.encoder(x.to(self.encoder.dtype), where.positions, where.gaps)
-        return x, rows.to(device, non_blocking=True)
+        return self.encoder(x, where.positions, where.gaps), rows.to(device, non_blocking=True)
 
     @step.of(HASH)
     def _token_hashes(self, features: KeyedJaggedTensor, cache: KVCache) -> torch.Tensor | None:

@@ -37,17 +37,25 @@ class HSTULayer(nn.Module):
         nn.init.xavier_uniform_(self._uvqk_weight)
         nn.init.xavier_uniform_(self._output_weight)
 
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(
+        self, x: torch.Tensor, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """`[T, D]` to u, v `[T, H * v_dim]` and q, k `[T, H * qk_dim]`, in the order u, q, k, v.
 
-        They are views of one tensor, with its row stride.
+        They are views of one tensor, with its row stride: of `out` `[T, 2 * H * (qk_dim + v_dim)]` where it is given,
+        without gradient.
         """
         normed = F.layer_norm(x, x.shape[-1:], self._input_norm_weight, self._input_norm_bias, _EPS)
-        uvqk = F.silu(torch.addmm(self._uvqk_beta, normed, self._uvqk_weight), inplace=True)
+        uvqk = F.silu(torch.addmm(self._uvqk_beta, normed, self._uvqk_weight, out=out), inplace=True)
         u, v, q, k = uvqk.split(self._splits, dim=1)
         return u, q, k, v
 
-    def output(self, attention: torch.Tensor, u: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Norm, gate, projection, residual: `attention`, `u` `[T, H * v_dim]`, `x` `[T, D]`, to `[T, D]`."""
+    def output(
+        self, attention: torch.Tensor, u: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Norm, gate, projection, residual: `attention`, `u` `[T, H * v_dim]`, `x` `[T, D]`, to `[T, D]`.
+
+        The result is `out` where it is given, without gradient; that may be `x`.
+        """
         normed = F.layer_norm(attention, attention.shape[-1:], self._output_norm_weight, self._output_norm_bias, _EPS)
-        return torch.addmm(x, normed * u, self._output_weight)
+        return torch.addmm(x, normed.mul_(u), self._output_weight, out=out)

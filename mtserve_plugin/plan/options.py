@@ -23,7 +23,7 @@ class PlanOptions:
         new_tokens: events between two requests of a user, mean.
         interval_s: time between two requests of a user, mean, in seconds.
         model: a key of `MODELS`; layers, heads, dim, dtype replace those of it.
-        device_bytes: for pages, onload region and workbench.
+        device_bytes: for pages, onload region, workbench and what forwards allocate.
         host_bytes: for the host tier.
         batch_size: requests per batch.
         page_size: tokens per page.

@@ -49,7 +49,7 @@ def print_appendix_c(out: Console) -> None:
         table.add_column(name, justify="left" if name == "part" else "right")
     width = geometry.width * 2
     layers = geometry.shape.layers
-    per_layer = geometry.workbench_bytes(tokens)
+    per_layer = geometry.paper_workbench_bytes(tokens)
     rows = [
         (f"page table, {pages + printed:,} pages", (pages + printed) * geometry.page_bytes, "25,484"),
         (f"  with onload pages by the formula ({formula:,})", (pages + formula) * geometry.page_bytes, "25,484 ¹"),
@@ -123,8 +123,9 @@ def _memory(plan: dict[str, Any]) -> Table:
     table.add_row(
         "workbench",
         bytes_text(memory["workbench_bytes"]),
-        f"one layer of {options['batch_size']} requests without any hit",
+        f"workbench_tokens={memory['workbench_tokens']}: {options['batch_size']} requests without any hit",
     )
+    table.add_row("transient", bytes_text(memory["transient_bytes"]), "embeddings and outputs of such a batch")
     table.add_row("together", bytes_text(plan["memory_total_bytes"]), "without the model's weights")
     return table
 

@@ -52,17 +52,21 @@ class BatchDivisorLayer(HSTULayer):
 
     attn_norm_len = 1
 
-    def output(self, attention: torch.Tensor, u: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def output(
+        self, attention: torch.Tensor, u: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         batch = _batch()
         longest = int((batch.history_lengths + batch.num_candidates).max())
-        return super().output(attention * (self.attn_norm_len / longest), u, x)
+        return super().output(attention * (self.attn_norm_len / longest), u, x, out)
 
 
 class DropoutLayer(HSTULayer):
     """Drops a fifth of attention's output in every run."""
 
-    def output(self, attention: torch.Tensor, u: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return super().output(F.dropout(attention, 0.2, training=True), u, x)
+    def output(
+        self, attention: torch.Tensor, u: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return super().output(F.dropout(attention, 0.2, training=True), u, x, out)
 
 
 class FromEndSASRec(SASRec):

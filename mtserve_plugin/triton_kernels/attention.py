@@ -6,9 +6,8 @@ multiples of SEGMENT. Whether a key comes from a page or from a dense row is dec
 everything else is the same instructions. So the order of additions for a query depends on nothing but positions, and
 SPLIT, which gives every segment to a program of its own, adds up the same numbers in the same order.
 
-Records, all int32: `rows` holds ROW_FIELDS per batch row (first dense row, dense rows, candidates, paged tokens, first
-entry in `pages`), `tiles` TILE_FIELDS per program and head (batch row, first query counted from its first dense row,
-segment; the last is read under SPLIT only). A tile of batch row -1 does nothing: a grid may be larger than its work.
+`plan.py` says what `rows`, `tiles` and `pages` hold, all int32; a tile's segment is read under SPLIT only. A tile of
+batch row -1 does nothing: a grid may be larger than its work.
 """
 
 # Arguments of device code have types of the device, which mypy does not know.
@@ -18,8 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ROW_FIELDS = 5
-TILE_FIELDS = 3
+from mtserve_plugin.triton_kernels.plan import ROW_FIELDS, TILE_FIELDS
 
 _ROW = tl.constexpr(ROW_FIELDS)
 _TILE = tl.constexpr(TILE_FIELDS)

@@ -9,6 +9,7 @@ tuned (warps, pipeline stages) or chosen per batch (BLOCK_M, splitting) changes 
 
 A CUDA graph can be recorded around a batch whose plan was made before, by a call with the same length tensors on the
 same stream. It replays that batch: plan and grid belong to its lengths, and the length tensors must live as long as it.
+`planned_attention` is for graphs that serve other batches too: its plan lies where the caller keeps it.
 """
 
 from __future__ import annotations
@@ -27,15 +28,23 @@ import torch
 import triton
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mtserve_plugin.triton_kernels.attention import TILE_FIELDS, attention_kernel, join_kernel
+from mtserve_plugin.triton_kernels.attention import attention_kernel, join_kernel
+from mtserve_plugin.triton_kernels.plan import (
+    ROW_FIELDS,
+    SEGMENT,
+    TILE_FIELDS,
+    Lengths,
+    cut,
+    queries_per_tile,
+    sections,
+    tuning_key,
+)
 
 _OP = "paged_hstu_attention"
-SEGMENT = 512
 # True if the kernels run in triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 when triton is imported).
 INTERPRETED = not isinstance(attention_kernel, triton.JITFunction)
 # The interpreter runs one program after the other; as a device of this size it splits what is small in tests.
 _INTERPRETED_PROCESSORS = 8
-_ALIGN = 4  # int32 entries: 16 bytes
 
 
 class Blocks(NamedTuple):
@@ -101,19 +110,8 @@ class Plan:
     split: bool
 
 
-@dataclass(frozen=True)
-class _Lengths:
-    """The batch's lengths as numpy arrays on the host; int64 `[B]`, `offsets` `[B + 1]`, the page lists int32."""
-
-    offsets: np.ndarray
-    candidates: np.ndarray
-    paged: np.ndarray
-    pages: np.ndarray
-    indptr: np.ndarray
-
-
 def make_plan(
-    lengths: _Lengths,
+    lengths: Lengths,
     device: torch.device,
     *,
     heads: int,
@@ -127,56 +125,34 @@ def make_plan(
     Args:
         processors: how many programs the device runs at once, about; decides on splitting where `split` is `None`.
     """
-    dense = np.diff(lengths.offsets)
-    history = dense - lengths.candidates
-    block_m = blocks.many_queries if dense.sum() >= 4 * blocks.many_queries * max(1, len(dense)) else blocks.queries
-    counts = -(-dense // block_m)
-    row = np.repeat(np.arange(len(dense)), counts)
-    first = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * block_m
-    end = lengths.paged[row] + np.minimum(np.minimum(first + block_m, dense[row]), history[row])
-    begin = np.zeros_like(end)
-    if window > 0:
-        begin = np.maximum(lengths.paged[row] + np.minimum(first, history[row]) - window, 0)
-    # The longest first: the short ones fill the gaps at the end.
-    order = np.argsort(begin - end, kind="stable")
-    row, first, begin, end = row[order], first[order], begin[order], end[order]
-    low, spans = begin // SEGMENT, -(-end // SEGMENT) - begin // SEGMENT
-    segments = int(spans.max(initial=0))
-    if split is None:
-        split = segments > 1 and len(row) * heads < 2 * processors
-    rows = np.stack([lengths.offsets[:-1], dense, lengths.candidates, lengths.paged, lengths.indptr[:-1]], axis=1)
-    tiles = np.stack([row, first, np.zeros_like(row)], axis=1)
-    split_tiles = np.zeros((0, TILE_FIELDS), dtype=np.int64)
-    if split:
-        of = np.repeat(np.arange(len(row)), spans)
-        segment = low[of] + np.arange(len(of)) - np.repeat(np.cumsum(spans) - spans, spans)
-        split_tiles = np.stack([row[of], first[of], segment], axis=1)
-    on_device = _copied([rows, tiles, split_tiles, lengths.pages], device)
-    keys = int((end - begin).max(initial=1))
-    programs = max(1, len(split_tiles) if split else len(tiles)) * heads
+    rows = len(lengths.offsets) - 1
+    block_m = queries_per_tile(blocks.queries, blocks.many_queries, int(lengths.offsets[-1]), rows)
+    work = cut(lengths, block_m=block_m, heads=heads, window=window, processors=processors, split=split)
+    there = _copied([work.rows, work.tiles, work.split_tiles, work.pages], device)
+    programs = max(1, len(work.split_tiles) if work.split else len(work.tiles)) * heads
     return Plan(
-        rows=on_device[0],
-        tiles=on_device[1],
-        split_tiles=on_device[2],
-        pages=on_device[3],
-        num_tiles=len(tiles),
-        num_split_tiles=len(split_tiles),
-        segments=segments,
-        bucket=programs.bit_length() * 64 + max(1, keys).bit_length(),
+        rows=there[0],
+        tiles=there[1],
+        split_tiles=there[2],
+        pages=there[3],
+        num_tiles=len(work.tiles),
+        num_split_tiles=len(work.split_tiles),
+        segments=work.segments,
+        bucket=tuning_key(programs, work.keys),
         block_m=block_m,
-        split=split,
+        split=work.split,
     )
 
 
 def _copied(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """int32 copies on the device, in one buffer and one transfer; pinned, so that the host does not wait for it."""
-    starts = np.cumsum([0, *(-(-x.size // _ALIGN) * _ALIGN for x in arrays)]).tolist()
-    packed = torch.empty(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+    at = sections([x.size for x in arrays])
+    packed = torch.empty(at[-1].stop, dtype=torch.int32, pin_memory=device.type == "cuda")
     view = packed.numpy()
-    for start, x in zip(starts, arrays, strict=False):
-        view[start : start + x.size] = x.reshape(-1)
+    for where, x in zip(at, arrays, strict=True):
+        view[where] = x.reshape(-1)
     there = packed.to(device, non_blocking=True)
-    return [there[start : start + x.size] for start, x in zip(starts, arrays, strict=False)]
+    return [there[where] for where in at]
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------
@@ -214,7 +190,13 @@ def _check_tensors(
     )
 
 
-def _check_lengths(x: _Lengths, tokens: int, num_pages: int, page_size: int) -> None:
+def _check_numbers(scale: float, norm_len: float, max_attn_len: int) -> None:
+    _require(norm_len > 0 and math.isfinite(norm_len), f"norm_len is {norm_len}; it must be positive")
+    _require(math.isfinite(scale), f"scale is {scale}; it must be finite")
+    _require(max_attn_len >= 0, f"max_attn_len is {max_attn_len}; it must not be negative (0: no window)")
+
+
+def _check_lengths(x: Lengths, tokens: int, num_pages: int, page_size: int) -> None:
     """Whether what the rows say about themselves can be read without leaving any tensor."""
     _require(len(x.offsets) >= 1, "offsets is empty; expected batch size + 1 entries")
     rows = len(x.offsets) - 1
@@ -340,19 +322,16 @@ def paged_hstu_attention(
         triton.runtime.errors.OutOfResources: the head dims need more shared memory than the device has.
     """
     _check_tensors(q, k, v, table, layer, page_size)
-    _require(norm_len > 0 and math.isfinite(norm_len), f"norm_len is {norm_len}; it must be positive")
-    _require(math.isfinite(scale), f"scale is {scale}; it must be finite")
-    _require(max_attn_len >= 0, f"max_attn_len is {max_attn_len}; it must not be negative (0: no window)")
+    _check_numbers(scale, norm_len, max_attn_len)
     tokens, heads, qk_dim = q.shape
-    v_dim = v.shape[2]
     device, dtype = q.device, q.dtype
-    blocks = choose_blocks(dtype, qk_dim, v_dim)
+    blocks = choose_blocks(dtype, qk_dim, v.shape[2])
     lengths = (offsets, num_candidates, paged_lens, page_indices, page_indptr)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (q.shape, v.shape, dtype, table.shape[1], page_size, max_attn_len, device, stream, split)
     plan = _recall(lengths, key)
     if plan is None:
-        arrays = _Lengths(
+        arrays = Lengths(
             _on_host("offsets", offsets, torch.int64),
             _on_host("num_candidates", num_candidates, torch.int64),
             _on_host("paged_lens", paged_lens, torch.int64),
@@ -361,9 +340,78 @@ def paged_hstu_attention(
         )
         _check_lengths(arrays, tokens, table.shape[1], page_size)
         plan = make_plan(
-            arrays, device, heads=heads, window=max_attn_len, blocks=blocks, processors=_processors(device), split=split
+            arrays, device, heads=heads, window=max_attn_len, blocks=blocks, processors=processors(device), split=split
         )
         _remember(lengths, key, plan)
+    return _launch(q, k, v, table, layer, plan, page_size, scale, norm_len, max_attn_len, config)
+
+
+def planned_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: torch.Tensor,
+    layer: int,
+    plan: torch.Tensor,
+    rows: int,
+    tiles: int,
+    split_tiles: int,
+    segments: int,
+    pages: int,
+    block_m: int,
+    page_size: int,
+    scale: float,
+    norm_len: float,
+    max_attn_len: int,
+) -> torch.Tensor:
+    """`graphs.operator.paged_hstu_attention_planned` for CUDA tensors: reads nothing on the host and allocates alike
+    whatever the plan says, so that it can be recorded. Configurations are tried outside of a recording alone.
+
+    Raises:
+        RuntimeError: a shape, dtype, device or the layer is wrong; what the plan says is not checked.
+    """
+    _check_tensors(q, k, v, table, layer, page_size)
+    _check_numbers(scale, norm_len, max_attn_len)
+    _require(
+        plan.dtype == torch.int32 and plan.dim() == 1, f"plan is {plan.dtype} {list(plan.shape)}; expected int32 [n]"
+    )
+    _require(plan.device == q.device, f"plan is on {plan.device}; expected {q.device}, as q")
+    at = sections([ROW_FIELDS * rows, TILE_FIELDS * tiles, TILE_FIELDS * split_tiles, pages])
+    _require(at[-1].stop <= plan.numel(), f"plan has {plan.numel()} entries; rows, tiles and pages need {at[-1].stop}")
+    packed = [plan[where] for where in at]
+    programs = (split_tiles or tiles) * q.shape[1]
+    fixed = Plan(
+        rows=packed[0],
+        tiles=packed[1],
+        split_tiles=packed[2],
+        pages=packed[3],
+        num_tiles=tiles,
+        num_split_tiles=split_tiles,
+        segments=segments,
+        bucket=tuning_key(programs, segments * SEGMENT),
+        block_m=block_m,
+        split=split_tiles > 0,
+    )
+    return _launch(q, k, v, table, layer, fixed, page_size, scale, norm_len, max_attn_len, None)
+
+
+def _launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: torch.Tensor,
+    layer: int,
+    plan: Plan,
+    page_size: int,
+    scale: float,
+    norm_len: float,
+    max_attn_len: int,
+    config: triton.Config | None,
+) -> torch.Tensor:
+    tokens, heads, qk_dim = q.shape
+    v_dim = v.shape[2]
+    device, dtype = q.device, q.dtype
+    blocks = choose_blocks(dtype, qk_dim, v_dim)
     out = q.new_empty(v.shape)
     if out.numel() == 0:
         return out
@@ -403,7 +451,7 @@ def paged_hstu_attention(
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return _INTERPRETED_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -197,7 +197,7 @@ def test_a_failure_in_the_middle_leaves_the_cache_as_it_was(make, monkeypatch):
     events.grow(1, 10)
     row = events.row(1)
 
-    def fail(*_):
+    def fail(*_, **__):
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:

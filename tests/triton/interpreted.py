@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mtserve_plugin.graphs.buckets import Tiling
+from mtserve_plugin.graphs.metadata import Metadata
+from tests.graphs.plans import Now, send, work_of
 from tests.kernels.reference import random_batch
 from tests.triton.cases import Cases
 
@@ -59,3 +62,52 @@ class TestInterpreted(Cases):
         arguments[name] = change(arguments[name])
         with pytest.raises(RuntimeError, match=f"paged_hstu_attention: {message}"):
             self.run(arguments)
+
+
+class TestPlanned:
+    """`planned_attention` on a bucket's buffers, filled by batch after batch."""
+
+    @pytest.mark.parametrize(("window", "split", "dtype"), [(0, None, torch.float32), (13, True, torch.float16)])
+    def test_it_is_the_batch_and_nothing_beside_it(self, window, split, dtype):
+        from mtserve_plugin.triton_kernels import launch
+
+        torch.manual_seed(8)
+        options = {"qk_dim": 20, "v_dim": 24, "window": window, "dtype": dtype, "page_size": 8}
+        blocks = launch.choose_blocks(dtype, 20, 24)
+        tiling = Tiling(blocks.queries, blocks.many_queries, 8)
+        metadata, buckets = None, set()
+        for histories, candidates, paged in (
+            ([560, 33, 0, 7], [9, 0, 3, 0], [540, 30, 0, 7]),
+            ([540], [2], [530]),
+            ([0, 0, 5], [0, 1, 30], [0, 0, 4]),
+        ):
+            batch = random_batch(histories, candidates, paged, **options)
+            work, bucket = work_of(batch, tiling, split)
+            if bucket not in buckets:
+                metadata = Metadata(bucket, torch.device("cpu"), Now())
+            buckets.add(bucket)
+            out = launch.planned_attention(*send(metadata, bucket, batch, work))
+            tokens = int(batch.offsets[-1])
+            assert torch.equal(out[:tokens], launch.paged_hstu_attention(*batch.arguments().values()))
+            assert (bucket.split_tiles > 0) == work.split
+        # The first two share a bucket under splitting, so that the second meets what the first left.
+        assert len(buckets) == 2
+
+    @pytest.mark.parametrize(
+        ("place", "value", "message"),
+        [
+            (5, torch.zeros(9), "plan is torch.float32"),
+            (10, 10**6, "plan has"),
+            (4, 3, "layer is 3"),
+            (14, 0.0, "norm"),
+        ],
+    )
+    def test_bad_arguments_are_named(self, place, value, message):
+        from mtserve_plugin.triton_kernels import launch
+
+        batch = random_batch([20, 9], [2, 1], [16, 8])
+        work, bucket = work_of(batch, Tiling(32, 32, 8))
+        arguments = [*send(Metadata(bucket, torch.device("cpu"), Now()), bucket, batch, work)]
+        arguments[place] = value
+        with pytest.raises(RuntimeError, match=message):
+            launch.planned_attention(*arguments)

@@ -15,8 +15,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from mtserve_plugin.graphs.buckets import Tiling
+from mtserve_plugin.graphs.metadata import Metadata
 from mtserve_plugin.triton_kernels import launch
 from mtserve_plugin.triton_kernels.attention import attention_kernel, join_kernel
+from tests.graphs.plans import Now, send, work_of
 from tests.kernels.reference import random_batch
 from tests.triton.ahead import SHARED, compile_kernel
 
@@ -90,6 +93,11 @@ def test_the_launch_fits_the_kernels_and_other_lengths_compile_nothing(monkeypat
         shape = {"qk_dim": 32, "v_dim": 32, "window": window, "dtype": torch.float16}
         batch = random_batch(histories, [1] * len(paged), paged, **shape)
         launch.paged_hstu_attention(*batch.arguments().values(), split=True)
+        # The same kernels serve the fixed buffers of recordings.
+        blocks = launch.choose_blocks(torch.float16, 32, 32)
+        work, bucket = work_of(batch, Tiling(blocks.queries, blocks.queries, 8), split=True)
+        metadata = Metadata(bucket, torch.device("cpu"), Now())
+        launch.planned_attention(*send(metadata, bucket, batch, work))
     for kernel in kernels.values():
-        assert len(kernel.compiled) == 3
+        assert len(kernel.compiled) == 6
         assert len(set(map(id, kernel.compiled))) == 1

@@ -65,7 +65,12 @@ class CachedLayer(Attached):
             uvqk_bias=self._uvqk_beta.to(x.dtype),
             kernel=self.hammer_kernel(),
         )
-        attention = run.batch.attend(run.next_layer(), q[:rows], k[:rows], v[:rows])
+        layer = run.next_layer()
+        only_targets = run.only_targets(layer)
+        attend = run.batch.attend_candidates if only_targets else run.batch.attend
+        attention = attend(layer, q[:rows], k[:rows], v[:rows])
+        if only_targets:
+            u, x = (_at_least(run.batch.candidates_of(one[:rows])) for one in (u, x))
         out = self._mtserve_host.hstu_compute_output(
             attn=_at_least(attention.flatten(1)),
             u=u,
@@ -85,7 +90,8 @@ class CachedLayer(Attached):
             kernel=self.hammer_kernel(),
             recompute_y_in_backward=self._recompute_y,
         )
-        return out[:rows]
+        out = out[: attention.shape[0]]
+        return run.batch.at_candidates(out) if only_targets else out
 
 
 class CachedStack(Attached):
@@ -156,7 +162,8 @@ class CachedTransducer(Attached):
         seq_payloads: dict[str, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         _check_eval(self)
-        with _enclosing(self, (seq_payloads or {}).get(BOUNDARY)):
+        with _enclosing(self, (seq_payloads or {}).get(BOUNDARY)) as run:
+            run.targets_only = not self._return_full_embeddings
             return super().forward(  # type: ignore[misc]
                 max_uih_len=max_uih_len,
                 max_targets=max_targets,
@@ -220,7 +227,13 @@ class CachedDlrm(Attached):
         )
 
         def dense(*values: Any) -> tuple[Any, ...]:
-            return inner(**dict(zip(names, values, strict=True)))
+            named = dict(zip(names, values, strict=True))
+            if torch.is_inference_mode_enabled():
+                return inner(**named)
+            # Nobody's gradients are wanted here, and without their bookkeeping every operator costs less.
+            with torch.inference_mode():
+                out = inner(**named)
+            return _ordinary(out)
 
         values = (
             seq_embeddings,
@@ -235,6 +248,17 @@ class CachedDlrm(Attached):
         if self is not state.root:
             raise CacheError("this model is attached as the sparse half of another one: call that one's main_forward")
         return state.finish_split(values, dense)
+
+
+def _ordinary(value: Any) -> Any:
+    """Copies of what inference mode made, which the caller may change in place and use with autograd."""
+    if isinstance(value, torch.Tensor):
+        return value.clone() if value.is_inference() else value
+    if isinstance(value, dict):
+        return {key: _ordinary(one) for key, one in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_ordinary(one) for one in value)
+    return value
 
 
 def attached_class(mixin: type, base: type, host: Host) -> type:

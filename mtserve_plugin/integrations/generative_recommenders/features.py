@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from mtserve_plugin import jagged
@@ -13,10 +14,10 @@ from mtserve_plugin.errors import AttachError, InputError
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-# The odd constants of splitmix64's finaliser, as signed integers: int64 arithmetic in torch wraps around.
-_MIX = -7046029254386353131
-_MIX_AGAIN = -4658895280553007687
-_NOT_MET = 0x5EED
+# The odd constants of splitmix64's finaliser, as signed integers: int64 arithmetic on arrays wraps around.
+_MIX = np.int64(-7046029254386353131)
+_MIX_AGAIN = np.int64(-4658895280553007687)
+_NOT_MET = np.int64(0x5EED)
 
 
 class Request(NamedTuple):
@@ -97,13 +98,15 @@ class FeatureSpec:
         histories = by_key[self.post_id]
         context_keys = None
         if self.context:
-            context_keys = torch.zeros(rows, dtype=torch.int64)
+            mixed = np.zeros(rows, dtype=np.int64)
+            tokens = (histories + counts).numpy()
             for one in self.context:
-                values = features[one.name].values().to(device="cpu")
-                met = histories + counts >= one.min_uih_length
-                context_keys = _mix_context(context_keys, values, by_key[one.name], one.max_length, met)
+                values = jagged.column(features, one.name).to(device="cpu", dtype=torch.int64).numpy()
+                met = tokens >= one.min_uih_length
+                mixed = _mix_context(mixed, values, by_key[one.name].numpy(), one.max_length, met)
+            context_keys = torch.from_numpy(mixed)
         hashes = jagged.token_hashes(features, self.history).cpu() if content_check else None
-        users = features[self.user].values().to(device="cpu", dtype=torch.int64)
+        users = jagged.column(features, self.user).to(device="cpu", dtype=torch.int64)
         times = self._times(features, candidates, histories, counts) if with_times else None
         return Request(users, histories, counts, context_keys, hashes, times)
 
@@ -113,7 +116,7 @@ class FeatureSpec:
         keys = candidates.keys()
         if self.query not in keys:
             raise InputError(f"candidates_features has no key {self.query!r}; it has {', '.join(keys)}")
-        asked, events = candidates[self.query].values(), features[self.time].values()
+        asked, events = jagged.column(candidates, self.query), jagged.column(features, self.time)
         if not torch.equal(candidates[self.query].lengths().to(device="cpu", dtype=torch.int64), counts):
             raise InputError(f"candidates_features[{self.query!r}] has not one value per candidate")
         none = torch.zeros(1, dtype=torch.int64)
@@ -172,19 +175,18 @@ def read_spec(config: Any, user_feature: str | None) -> FeatureSpec:
 
 
 def _mix_context(
-    keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, max_length: int, met: torch.Tensor
-) -> torch.Tensor:
+    keys: np.ndarray, values: np.ndarray, lengths: np.ndarray, max_length: int, met: np.ndarray
+) -> np.ndarray:
     """Folds one context feature into each row's key; below the minimum length its values do not count."""
-    starts = jagged.offsets(lengths)[:-1]
-    padded = torch.cat((values.to(torch.int64), torch.zeros(1, dtype=torch.int64)))
-    mixed = _mix(keys, lengths.clamp(max=max_length))
+    starts = lengths.cumsum() - lengths
+    padded = np.append(values, 0)
+    mixed = _mix(keys, np.minimum(lengths, max_length))
     for place in range(max_length):
-        index = torch.where(place < lengths, starts + place, values.numel())
-        mixed = _mix(mixed, padded[index])
-    return torch.where(met, mixed, _mix(keys, torch.full_like(keys, _NOT_MET)))
+        mixed = _mix(mixed, padded[np.where(place < lengths, starts + place, values.size)])
+    return mixed if met.all() else np.where(met, mixed, _mix(keys, _NOT_MET))
 
 
-def _mix(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _mix(keys: np.ndarray, values: np.ndarray | np.int64) -> np.ndarray:
     mixed = (keys ^ values) * _MIX
     mixed = (mixed ^ (mixed >> 29)) * _MIX_AGAIN
     return mixed ^ (mixed >> 32)

@@ -28,6 +28,9 @@ class Run:
         batch: open.
         boundary: `[B]`, seconds, time of the last stripped event per row; `None` when nobody told.
         finish: called after the last layer, e.g. to commit.
+
+    Attributes:
+        targets_only: nothing reads what the last layer makes of the history, so that its rows may stay zero.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Run:
     ) -> None:
         self.batch = batch
         self.boundary = boundary
+        self.targets_only = False
         self._finish = finish
         self._layer = 0
 
@@ -64,9 +68,18 @@ class Run:
         own = self.batch.offsets.diff()
         return torch.arange(self.batch.num_rows) + jagged.spread(self._dropped.cumsum(0), own)
 
+    @cached_property
+    def _dense_rows(self) -> int:
+        return int(self.full_lengths.sum())
+
     def next_layer(self) -> int:
         self._layer += 1
         return self._layer - 1
+
+    def only_targets(self, layer: int) -> bool:
+        """True for a layer that has to be computed for the targets alone."""
+        batch = self.batch
+        return self.targets_only and layer + 1 == batch.num_layers and 0 < batch.num_all_candidates < batch.num_rows
 
     def places(self, timestamps: torch.Tensor, context_rows: int) -> Places:
         """Positions and gaps of the model's rows.
@@ -74,7 +87,7 @@ class Run:
         Raises:
             InputError: the rows are not those of the batch, or nobody told the boundary of stripped rows.
         """
-        self._check("seq_timestamps", timestamps.numel(), int(self.full_lengths.sum()))
+        self._check("seq_timestamps", timestamps.numel(), self._dense_rows)
         wrong = self.context != context_rows
         if bool(wrong.any()):
             raise InputError(
@@ -114,7 +127,7 @@ class Run:
         Raises:
             InputError: the rows are not those of the batch.
         """
-        total, rows = int(self.full_lengths.sum()), self.batch.num_rows
+        total, rows = self._dense_rows, self.batch.num_rows
         if x.shape[0] not in (total, rows):
             self._check("x", x.shape[0], total)
         if num_targets is not None and num_targets.device.type == "cpu":

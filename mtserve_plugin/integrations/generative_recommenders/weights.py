@@ -19,7 +19,7 @@ from mtserve_plugin.errors import AttachError
 
 _LOG = logging.getLogger(__name__)
 
-Fingerprint = tuple[tuple[int, int, int], ...]
+Fingerprint = list[tuple[int, int, int]]
 
 _internal = itertools.count(1)
 _digests: weakref.WeakKeyDictionary[KVCache, dict[str, bytes]] = weakref.WeakKeyDictionary()
@@ -61,7 +61,12 @@ class WeightWatch:
 
     def fingerprint(self) -> Fingerprint:
         """Changes when a weight is changed in place, gets other memory, or is replaced."""
-        return tuple((id(tensor), tensor._version, tensor.data_ptr()) for tensor in self._all())
+        return [
+            (id(tensor), tensor._version, tensor.data_ptr())
+            for tensors in self._tensors
+            for tensor in tensors.values()
+            if tensor is not None
+        ]
 
     def version(self) -> tuple[str, Fingerprint]:
         """The version that holds now, and what to compare at the end of the batch."""
