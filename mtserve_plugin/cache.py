@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import logging
 import os
 import weakref
@@ -18,6 +17,7 @@ from mtserve_plugin import host_memory
 from mtserve_plugin.arguments import Ids, check_values, host_int64, read_request
 from mtserve_plugin.batch import CacheBatch
 from mtserve_plugin.config import CacheConfig
+from mtserve_plugin.engine import build_engine, cuda_library
 from mtserve_plugin.errors import CacheError, ConfigError, InputError
 from mtserve_plugin.steps import COMMIT, PREPARE, step
 
@@ -232,7 +232,7 @@ class HierarchicalKVCache(KVCache):
 
     def __init__(self, config: CacheConfig, device: torch.device | str = "cpu") -> None:
         super().__init__(config, device)
-        library = self._cuda_library()
+        library, self.device = cuda_library(self.device)
         self._pid = os.getpid()
         try:
             self.table = torch.empty(config.table_shape, dtype=config.torch_dtype, device=self.device)
@@ -410,22 +410,6 @@ class HierarchicalKVCache(KVCache):
         if hasattr(self, "table"):
             del self.table
 
-    def _cuda_library(self) -> str:
-        """Path of the library that serves the device; empty for the CPU."""
-        if self.device.type == "cpu":
-            return ""
-        spec = importlib.util.find_spec("mtserve_plugin._cuda_api")
-        if self.device.type != "cuda" or spec is None or spec.origin is None:
-            raise ConfigError(
-                f"device={str(self.device)!r} is not served by this build; use device='cpu', or build the CUDA part: "
-                "pip install . -C cmake.define.MTSERVE_CUDA=ON"
-            )
-        if not torch.cuda.is_available():
-            raise ConfigError(f"device={str(self.device)!r}: torch finds no CUDA device; mtserve doctor says why")
-        if self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        return spec.origin
-
     def _stream(self) -> int:
         """The caller's stream, on which a batch computes; 0 on the CPU."""
         return 0 if self.device.type == "cpu" else torch.cuda.current_stream(self.device).cuda_stream
@@ -482,43 +466,6 @@ class HierarchicalKVCache(KVCache):
                 "Commit or abort each batch, or call abort_all() for those whose caller died.",
                 self.config.max_open_batches,
             )
-
-
-def build_engine(config: CacheConfig, table: torch.Tensor, cuda_library: str = "") -> Any:
-    """The native side of a cache over this page table."""
-    from mtserve_plugin import _core
-
-    return _core.Engine.create(
-        index_config(config),
-        num_layers=config.num_layers,
-        k_row_bytes=config.k_row * config.element_size,
-        v_row_bytes=config.v_row * config.element_size,
-        table=table.data_ptr(),
-        table_pages=table.shape[1],
-        staged_onload=config.onload_strategy == "staged",
-        staged_offload=config.offload_strategy == "staged",
-        busy_wait_ms=config.busy_wait_ms,
-        read_region=config.read_onload_region,
-        cuda_library=cuda_library,
-        device=table.device.index or 0,
-        kernel_onloads=config.onload_strategy == "kernel",
-    )
-
-
-def index_config(config: CacheConfig) -> Any:
-    """The part of a configuration that the control plane knows."""
-    from mtserve_plugin import _core
-
-    index = _core.IndexConfig()
-    index.page_size = config.page_size
-    index.num_pages = config.num_pages
-    index.chunk_tokens = config.chunk_size
-    index.slot_tokens = config.slot_tokens
-    index.num_chunks = config.num_chunks
-    index.offload_quota_tokens = config.offload_quota_tokens
-    index.tail_write_back = config.tail_write_back
-    index.max_open_batches = config.max_open_batches
-    return index
 
 
 def _close_at_exit(cache: weakref.ref[HierarchicalKVCache]) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtserve_plugin import CacheConfig
-from mtserve_plugin.cache import index_config
+from mtserve_plugin.engine import index_config
 from mtserve_plugin.errors import CacheError, ConfigError
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from mtserve_plugin.cache import HierarchicalKVCache, index_config
+from mtserve_plugin.cache import HierarchicalKVCache
 from mtserve_plugin.config import CacheConfig
+from mtserve_plugin.engine import index_config
 from mtserve_plugin.errors import CacheError, ConfigError
 from mtserve_plugin.machine import describe_machine, resident_bytes
 from mtserve_plugin.report import bytes_text

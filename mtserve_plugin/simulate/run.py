@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from mtserve_plugin import _core
-from mtserve_plugin.cache import index_config
 from mtserve_plugin.config import CacheConfig
+from mtserve_plugin.engine import index_config
 from mtserve_plugin.machine import describe_machine, resident_bytes
 from mtserve_plugin.replay.options import MODELS
 from mtserve_plugin.simulate.options import Point, SimulateOptions

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mtserve_plugin import HierarchicalKVCache, _core
-from mtserve_plugin.cache import index_config
+from mtserve_plugin.engine import index_config
 from tests.cache.driver import dense, read_pages, tiny_config, values
 
 PAGE, CHUNK = 4, 16  # of tiny_config

@@ -45,7 +45,7 @@ def library(tmp_path_factory):
 @pytest.fixture
 def device(library, monkeypatch):
     """The device's switches: `fail(call, countdown, code)` and `left(what)`; in the end nothing may be left."""
-    monkeypatch.setattr(HierarchicalKVCache, "_cuda_library", lambda self: str(library))
+    monkeypatch.setattr("mtserve_plugin.cache.cuda_library", lambda device: (str(library), device))
     switches = ctypes.CDLL(str(library))
 
     class Device:
