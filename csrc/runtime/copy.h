@@ -30,6 +30,7 @@ struct CopyOrder {
   std::shared_ptr<void> owner;          // keeps what `failed` and the pieces belong to
   Faults* faults = nullptr;             // where injected faults are counted ...
   FaultCounter fault = nullptr;         // ... and under which name; null: this copy is never chosen
+  int32_t layer = 0;                    // whose keys and values; for messages
 };
 
 // Does it now, on this thread.

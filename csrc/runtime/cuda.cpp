@@ -212,7 +212,7 @@ class CudaStream : public Stream {
     const int code = by_kernel ? api.copy_by_kernel(order.pieces.data(), order.pieces.size(), stream_)
                                : api.copy(order.pieces.data(), order.pieces.size(), order.route, stream_);
     if (code != 0) {
-      runtime_.settle(code, by_kernel ? "copy kernel" : "cudaMemcpyAsync", name_ + ", " + order.name);
+      runtime_.settle(code, by_kernel ? "copy kernel" : "cudaMemcpyAsync", name_ + ", " + order.name + " of layer " + std::to_string(order.layer));
       *order.failed = true;
     }
     if (begin != nullptr) runtime_.add_timed({name_, order.name, begin, runtime_.stamp(stream_)});

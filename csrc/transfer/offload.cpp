@@ -46,7 +46,7 @@ void OffloadPipeline::start(TransferTask task, std::vector<EventPtr> uses, std::
 void OffloadPipeline::issue_direct(const JobPtr& job) {
   for (int32_t layer = 0; layer < places_.geometry.num_layers; ++layer) {
     if (places_.tier_is_memory()) {
-      offload_->copy(order("offload copy", Route::to_host, job, tier_pieces(places_, job->task, layer, false), &Faults::offload_copy));
+      offload_->copy(order("offload copy", layer, Route::to_host, job, tier_pieces(places_, job->task, layer, false), &Faults::offload_copy));
       continue;
     }
     auto parts = std::make_shared<const std::vector<Slice>>(slices(places_, job->task, layer));
@@ -105,12 +105,12 @@ void OffloadPipeline::gather(const JobPtr& job, int32_t layer) {
       std::byte* to = transient_page(*job, layer, slice.first_page + static_cast<int32_t>(i));
       add_pieces(pieces, places_.geometry, to, r.page, r.first, r.end);
     }
-  offload_->copy(order("gather", Route::on_device, job, std::move(pieces)));
+  offload_->copy(order("gather", layer, Route::on_device, job, std::move(pieces)));
 }
 
-CopyOrder OffloadPipeline::order(const char* name, Route route, const JobPtr& job, std::vector<Piece> pieces,
+CopyOrder OffloadPipeline::order(const char* name, int32_t layer, Route route, const JobPtr& job, std::vector<Piece> pieces,
                                  FaultCounter fault) const {
-  return {name, route, std::move(pieces), &job->failed, job, &runtime_.faults, fault};
+  return {name, route, std::move(pieces), &job->failed, job, &runtime_.faults, fault, layer};
 }
 
 void OffloadPipeline::drain_slice(const JobPtr& job, const Slice& slice, int32_t layer) {
@@ -122,7 +122,7 @@ void OffloadPipeline::drain_slice(const JobPtr& job, const Slice& slice, int32_t
   const int64_t bytes = static_cast<int64_t>(slice.rows.size()) * g.page_bytes();
   const std::byte* from = transient_page(*job, layer, slice.first_page);
   std::byte* to = buffer.bytes.get();
-  offload_->copy(order("offload copy", Route::to_host, job, {{to, from, bytes}}, &Faults::offload_copy));
+  offload_->copy(order("offload copy", layer, Route::to_host, job, {{to, from, bytes}}, &Faults::offload_copy));
   EventPtr landed = runtime_.make_event();
   offload_->record(landed);
 

@@ -37,7 +37,7 @@ class OffloadPipeline {
   void issue_staged(const JobPtr& job);
   void gather(const JobPtr& job, int32_t layer);
   void drain_slice(const JobPtr& job, const Slice& slice, int32_t layer);
-  CopyOrder order(const char* name, Route route, const JobPtr& job, std::vector<Piece> pieces,
+  CopyOrder order(const char* name, int32_t layer, Route route, const JobPtr& job, std::vector<Piece> pieces,
                   FaultCounter fault = nullptr) const;
   std::byte* transient_page(const Job& job, int32_t layer, int32_t page) const;
 

@@ -50,7 +50,7 @@ void OnloadPipeline::issue(const Group& group) {
 
 void OnloadPipeline::issue_direct(const TransferTask& task, const LoadPtr& load, int32_t layer) {
   if (places_.tier_is_memory()) {
-    onload_->copy(order("onload copy", Route::to_device, load, tier_pieces(places_, task, layer, true), &Faults::onload_copy));
+    onload_->copy(order("onload copy", layer, Route::to_device, load, tier_pieces(places_, task, layer, true), &Faults::onload_copy));
   } else {
     auto parts = std::make_shared<const std::vector<Slice>>(slices(places_, task, layer));
     onload_->launch(
@@ -69,9 +69,9 @@ void OnloadPipeline::issue_direct(const TransferTask& task, const LoadPtr& load,
   onload_->record(load->ready[layer]);
 }
 
-CopyOrder OnloadPipeline::order(const char* name, Route route, const LoadPtr& load, std::vector<Piece> pieces,
+CopyOrder OnloadPipeline::order(const char* name, int32_t layer, Route route, const LoadPtr& load, std::vector<Piece> pieces,
                                 FaultCounter fault) const {
-  return {name, route, std::move(pieces), &load->failed, load, &runtime_.faults, fault};
+  return {name, route, std::move(pieces), &load->failed, load, &runtime_.faults, fault, layer};
 }
 
 void OnloadPipeline::issue_staged(const TransferTask& task, const LoadPtr& load, int32_t layer) {
@@ -95,7 +95,7 @@ void OnloadPipeline::issue_staged(const TransferTask& task, const LoadPtr& load,
       load->failed = true;
     }
     std::byte* to = places_.table.page(layer, task.region + slice.first_page);
-    onload_->copy(order("onload copy", Route::to_device, load, {{to, buffer.bytes.get(), bytes}}, &Faults::onload_copy));
+    onload_->copy(order("onload copy", layer, Route::to_device, load, {{to, buffer.bytes.get(), bytes}}, &Faults::onload_copy));
     buffer.free = runtime_.make_event();
     onload_->record(buffer.free);
   }
@@ -113,7 +113,7 @@ void OnloadPipeline::scatter(const TransferTask& task, const LoadPtr& load, int3
       add_pieces(pieces, places_.geometry, r.page, places_.table.page(layer, from), r.first, r.end);
     }
   scatter_->wait(load->landed[layer]);
-  scatter_->copy(order("scatter", Route::on_device, load, std::move(pieces)));
+  scatter_->copy(order("scatter", layer, Route::on_device, load, std::move(pieces)));
   scatter_->record(load->ready[layer]);
 }
 

@@ -37,7 +37,7 @@ class OnloadPipeline {
   void issue_direct(const TransferTask& task, const LoadPtr& load, int32_t layer);
   void issue_staged(const TransferTask& task, const LoadPtr& load, int32_t layer);
   void scatter(const TransferTask& task, const LoadPtr& load, int32_t layer, const std::vector<Slice>& parts);
-  CopyOrder order(const char* name, Route route, const LoadPtr& load, std::vector<Piece> pieces,
+  CopyOrder order(const char* name, int32_t layer, Route route, const LoadPtr& load, std::vector<Piece> pieces,
                   FaultCounter fault = nullptr) const;
 
   Runtime& runtime_;

@@ -113,7 +113,9 @@ def test_the_end_of_the_device_names_call_and_layer(device, options):
     with build(**options) as cache:
         stored_on_the_host(cache)
         device.fail(call_of(options), 2, ILLEGAL_ADDRESS)
-        with pytest.raises(CacheError, match=r"layer [01]: .*onload copy\): an illegal memory access") as raised:
+        with pytest.raises(
+            CacheError, match=r"layer [01]: .*onload copy of layer [01]\): an illegal memory access"
+        ) as raised:
             visit(cache, (1, 21))
         assert not isinstance(raised.value, OnloadError)
         with pytest.raises(CacheError, match=r"cannot be used any more: .*onload copy"):
