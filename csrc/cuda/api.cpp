@@ -21,7 +21,8 @@ static_assert(CudaApi::kInvalidValue == cudaErrorInvalidValue && CudaApi::kOutOf
               CudaApi::kOperatingSystem == cudaErrorOperatingSystem && CudaApi::kInvalidHandle == cudaErrorInvalidResourceHandle &&
               CudaApi::kNotReady == cudaErrorNotReady && CudaApi::kOutOfResources == cudaErrorLaunchOutOfResources &&
               CudaApi::kNotPermitted == cudaErrorNotPermitted && CudaApi::kNotSupported == cudaErrorNotSupported &&
-              CudaApi::kCaptureUnsupported == cudaErrorStreamCaptureUnsupported);
+              CudaApi::kCaptureUnsupported == cudaErrorStreamCaptureUnsupported &&
+              CudaApi::kCaptureWrongThread == cudaErrorStreamCaptureWrongThread);
 
 // A failed call leaves its code behind for whoever asks for the last error of this thread, which a launch has to do.
 int seen(cudaError_t code) {

@@ -101,15 +101,26 @@ int copy_pieces(const Piece* pieces, size_t count, void* stream) {
 
 int make_report(int64_t** bad) {
   const int code = cudaHostAlloc(reinterpret_cast<void**>(bad), sizeof(int64_t), cudaHostAllocPortable | cudaHostAllocMapped);
-  if (code == 0) **bad = -1;
+  if (code == 0)
+    **bad = -1;
+  else
+    cudaGetLastError();
   return code;
 }
 
 int read_report(int64_t* bad, void* stream, int64_t* entry) {
   const int code = cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
+  if (code != 0) cudaGetLastError();
   *entry = *bad;
   cudaFreeHost(bad);
   return code;
+}
+
+bool is_recorded(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t code = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
+  if (code != cudaSuccess) cudaGetLastError();
+  return code == cudaSuccess && status != cudaStreamCaptureStatusNone;
 }
 
 const char* error_name(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }

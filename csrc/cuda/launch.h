@@ -28,6 +28,7 @@ int copy_pieces(const Piece* pieces, size_t count, void* stream);
 // Host memory that kernels write; -1 at first. `read_report` waits for the stream and frees it.
 int make_report(int64_t** bad);
 int read_report(int64_t* bad, void* stream, int64_t* entry);
+bool is_recorded(void* stream);
 const char* error_name(int error);
 
 }  // namespace mtserve::cuda

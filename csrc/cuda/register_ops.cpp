@@ -59,7 +59,8 @@ template <class Launch>
 void run(const char* op, const Tensor& table, const char* entries, const Launch& launch) {
   const torch::stable::accelerator::DeviceGuard here(table.get_device_index());
   void* const stream = current_stream(table);
-  if (!values_are_checked()) return check(op, launch(nullptr, stream));
+  // A check waits for the stream, which must not be while it is recorded.
+  if (!values_are_checked() || is_recorded(stream)) return check(op, launch(nullptr, stream));
   int64_t* bad = nullptr;
   check(op, make_report(&bad));
   const int launched = launch(bad, stream);

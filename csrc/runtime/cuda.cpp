@@ -30,10 +30,10 @@ bool is_survived(int code) {
     case CudaApi::kOutOfResources:
     case CudaApi::kNotPermitted:
     case CudaApi::kNotSupported:
-    case CudaApi::kCaptureUnsupported:
       return true;
     default:
-      return false;
+      // The caller records a graph, which this call does not fit into.
+      return code >= CudaApi::kCaptureUnsupported && code <= CudaApi::kCaptureWrongThread;
   }
 }
 
@@ -68,7 +68,7 @@ class DeviceGuard {
  private:
   CudaApi& api_;
   const int device_;
-  int before_ = 0;
+  int before_ = device_;  // where nobody tells, nothing is put back
   int code_ = 0;
 };
 

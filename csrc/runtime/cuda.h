@@ -25,7 +25,7 @@ class CudaApi {
   // Codes of cudaError_t that are told apart; csrc/cuda/api.cpp compares them with CUDA's own.
   static constexpr int kInvalidValue = 1, kOutOfMemory = 2, kInvalidConfiguration = 9, kNewerDriverNeeded = 36, kTooManyLaunches = 69,
                        kNoKernelImage = 209, kOperatingSystem = 304, kInvalidHandle = 400, kNotReady = 600, kOutOfResources = 701,
-                       kNotPermitted = 800, kNotSupported = 801, kCaptureUnsupported = 900;
+                       kNotPermitted = 800, kNotSupported = 801, kCaptureUnsupported = 900, kCaptureWrongThread = 908;
 
   virtual ~CudaApi() = default;
   virtual int get_device(int* device) = 0;  // of the calling thread

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -85,8 +86,9 @@ class LayerGraphs:
         self._warned = False
         self._buckets: dict[Bucket, _Recorded | None] = {}
         self._key: tuple[Any, ...] = ()
-        # Keeps the memory that is recorded, also where a parameter was given another.
+        # Keeps the weights that are recorded, also where a parameter was given other memory. The table is its cache's.
         self._held: list[torch.Tensor] = []
+        self._table: weakref.ref[torch.Tensor] | None = None
         # The end of the last batch on the device.
         self._done: Event | None = None
 
@@ -108,7 +110,11 @@ class LayerGraphs:
         """
         if not self._recorder.supports(x.device):
             self._warn("layers on %s cannot be recorded; they run eagerly", x.device)
+            if self._held:
+                self.clear()  # the model has left the device
             return self._decline("device")
+        if self._recorder.is_recorded():
+            return self._decline("capturing")
         if batch.table.shape[1] == 0:
             return self._decline("no_pages")
         if x.dim() != 2 or x.shape[0] != batch.num_rows or x.dtype != batch.table.dtype:
@@ -125,13 +131,14 @@ class LayerGraphs:
         """Counters and gauges.
 
         Batches: `replayed` and `recorded`; those that ran eagerly by why: `eager_device`, `eager_no_pages`,
-        `eager_input` (not what the batch needs, which the eager path then says), `eager_limits`, `eager_buckets` (as
-        many as allowed are recorded), `eager_busy`, `eager_failed`. `failures` are buckets that could not be recorded,
+        `eager_capturing` (the caller records a graph itself), `eager_input` (not what the batch needs, which the eager
+        path then says), `eager_limits`, `eager_buckets` (as many as allowed are recorded), `eager_busy`,
+        `eager_failed`. `failures` are buckets that could not be recorded,
         `renewals` counts how often what moved threw all away. Now: `buckets`, and `bytes` on the device of their
         activations in and out and of their metadata, without what the graphs use inside.
         """
         names = ("replayed", "recorded", "failures", "renewals")
-        reasons = ("device", "no_pages", "input", "limits", "buckets", "busy", "failed")
+        reasons = ("device", "capturing", "no_pages", "input", "limits", "buckets", "busy", "failed")
         kept = [recorded for recorded in list(self._buckets.values()) if recorded is not None]
         return {
             **{name: self._counts[name] for name in names},
@@ -246,13 +253,14 @@ class LayerGraphs:
         parameters = [one for module in modules for one in module._parameters.values() if one is not None]
         table = batch.table
         key = (x.device, x.dtype, x.shape[1], table.data_ptr(), *table.shape, *(one.data_ptr() for one in parameters))
-        if key == self._key:
+        if key == self._key and self._table is not None and self._table() is table:
             return
         if self._buckets:
             self._count("renewals")
         self._forget()
         self._key = key
-        self._held = [table, *(one.detach() for one in parameters)]
+        self._table = weakref.ref(table)
+        self._held = [one.detach() for one in parameters]
 
     def _forget(self) -> None:
         if self._done is not None:
@@ -260,6 +268,7 @@ class LayerGraphs:
         self._done = None
         self._buckets.clear()
         self._held = []
+        self._table = None
         self._key = ()
 
     def _give_up(self, bucket: Bucket, error: Exception) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
 
+from mtserve_plugin.triton_kernels import ALONE
+
 T = TypeVar("T")
-# torch allows one recording at a time in a process.
-_recording = threading.Lock()
 
 
 class Recording(Protocol):
@@ -34,6 +33,10 @@ class Recorder(Protocol):
 
     def supports(self, device: torch.device) -> bool:
         """Whether work on this device can be recorded."""
+        ...
+
+    def is_recorded(self) -> bool:
+        """Whether the caller is recording its current stream."""
         ...
 
     def record(self, body: Callable[[], T]) -> tuple[Recording, T]:
@@ -65,16 +68,24 @@ class CudaRecorder:
     def supports(self, device: torch.device) -> bool:
         return device.type == "cuda"
 
+    def is_recorded(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
     def record(self, body: Callable[[], T]) -> tuple[Recording, T]:
-        with _recording:
+        with ALONE:
             if self._stream is None or self._stream.device.index != torch.cuda.current_device():
                 self._stream = torch.cuda.Stream()
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            # The cache's own threads and other batches go on calling CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                outputs = body()
+            before = torch.cuda.current_stream()
+            try:
+                # The cache's own threads and other batches go on calling CUDA meanwhile.
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    outputs = body()
+            finally:
+                # Where a recording fails torch leaves the thread on the recorder's stream.
+                torch.cuda.set_stream(before)
         return graph, outputs
 
     def event(self) -> Event:

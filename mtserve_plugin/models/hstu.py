@@ -125,7 +125,8 @@ class HSTURanker(nn.Module):
 
     For inference: no gradient is recorded, and a cache that stores is refused in training mode, where weights
     change under it. Without a cache (`NoCache`) the same code recomputes everything. A batch whose cached
-    keys and values fail to arrive is run again uncached.
+    keys and values fail to arrive is run again uncached. What the submodules return is overwritten later in the
+    forward: a hook that keeps it has to clone it.
 
     Args:
         config: the sizes.
@@ -276,8 +277,13 @@ class HSTURanker(nn.Module):
     @step.of(LAYERS)
     def _run_layers(self, x: torch.Tensor, batch: CacheBatch) -> torch.Tensor:
         """`x` `[T, D]` is overwritten."""
-        if self.graphs is not None and (done := self.graphs.run(self.layers, x, batch)) is not None:
-            return done
+        # The cache has the layers' dtype, whatever else the caller's autocast is for.
+        with torch.autocast(x.device.type, enabled=False):
+            if self.graphs is not None and (done := self.graphs.run(self.layers, x, batch)) is not None:
+                return done
+            return self._run_eagerly(x, batch)
+
+    def _run_eagerly(self, x: torch.Tensor, batch: CacheBatch) -> torch.Tensor:
         with self.workbench.lend(x) as projections:
             for index, layer in enumerate(cast(Iterable[HSTULayer], self.layers)):
                 with step(PROJECT):

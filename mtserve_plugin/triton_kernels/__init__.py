@@ -6,9 +6,14 @@ attention.py holds the device code, launch.py what surrounds it on the host.
 from __future__ import annotations
 
 import importlib
+import threading
 from types import ModuleType
 
 from mtserve_plugin.errors import MissingDependencyError
+
+# Held while a graph is recorded or a kernel tuned: tuning waits for the device, which breaks a recording in any thread,
+# and torch records one graph at a time.
+ALONE = threading.Lock()
 
 
 def launch_module() -> ModuleType:

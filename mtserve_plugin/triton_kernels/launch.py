@@ -28,6 +28,7 @@ import torch
 import triton
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mtserve_plugin.triton_kernels import ALONE
 from mtserve_plugin.triton_kernels.attention import attention_kernel, join_kernel
 from mtserve_plugin.triton_kernels.plan import (
     ROW_FIELDS,
@@ -458,7 +459,6 @@ def processors(device: torch.device) -> int:
 
 
 _best: dict[tuple[Any, ...], triton.Config] = {}
-_tuning = threading.Lock()
 
 
 def _run(
@@ -474,7 +474,7 @@ def _run(
     chosen = config or _best.get(key)
     if chosen is None and _may_tune():
         # The tuner keeps the arguments of the call in itself.
-        with _tuning:
+        with ALONE:
             tuner = _tuner(configs)
             tuner[grid](*arguments, **constants)
             _best[key] = tuner.best_config

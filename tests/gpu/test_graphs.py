@@ -158,6 +158,7 @@ def test_a_recording_that_fails_leaves_the_device_usable(monkeypatch):
     sizes = config()
     graphed, eager = models(sizes)
     nothing = NoCache(sizes, DEVICE)
+    stream = torch.cuda.current_stream()
 
     class Looks(layers._Stretch):
         def _output(self, *arguments):
@@ -172,6 +173,7 @@ def test_a_recording_that_fails_leaves_the_device_usable(monkeypatch):
             for users, histories, candidates in visits(6 + part, 20):
                 found = graphed(cache, users, histories, candidates)
                 assert error(found, eager(nothing, users, histories, candidates)) <= TOLERANCE["float32"]
+                assert torch.cuda.current_stream() == stream
             stats = graphed.graphs.stats()
             assert stats["failures"] > 0
             assert (stats["replayed"] > 0) == (part == 1)

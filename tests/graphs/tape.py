@@ -89,6 +89,8 @@ class TapeRecorder:
         fail: recordings to come that fail, counted from the next one.
         num_recordings: how many were made.
         replays: how many were replayed.
+        supported: what `supports` answers.
+        recorded_by_others: what `is_recorded` answers.
     """
 
     def __init__(self, static: Callable[[], Iterable[torch.Tensor]]) -> None:
@@ -97,6 +99,8 @@ class TapeRecorder:
         self._first: int | None = None
         self._tapes: list[Tape] = []
         self.fail: list[bool] = []
+        self.supported = True
+        self.recorded_by_others = False
         self.num_recordings = 0
         self.replays = 0
 
@@ -106,7 +110,10 @@ class TapeRecorder:
     # ---- Recorder --------------------------------------------------------------------------------------------------
 
     def supports(self, device: torch.device) -> bool:
-        return True
+        return self.supported
+
+    def is_recorded(self) -> bool:
+        return self.recorded_by_others
 
     def record(self, body: Callable[[], Any]) -> tuple[Tape, Any]:
         tape = Tape(self)

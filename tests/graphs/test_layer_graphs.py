@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import random
 import threading
+import weakref
 
 import pytest
 import torch
@@ -257,6 +259,38 @@ def test_another_cache_is_recorded_anew_and_none_is_eager(pair):
         assert one.graphs.stats()["renewals"] == 1
         assert other.stats()["hit_tokens"] > 0
         one.model.cache = one.caches[1]
+
+
+def test_recordings_keep_no_cache_and_no_model_that_has_left(pair):
+    one = pair()
+    rows = one.rows([1, 2])
+    other = HierarchicalKVCache(one.caches[1].config)
+    other.table.fill_(float("nan"))
+    table = weakref.ref(other.table)
+    one.model.cache = other
+    for _ in range(3):
+        one.score(rows)
+    assert one.graphs.stats()["replayed"] > 0
+    one.model.cache = NoCache(one.model.config.cache_config())
+    other.close()
+    del other
+    gc.collect()
+    assert table() is None
+    one.model.cache = one.caches[1]
+    one.score(rows)
+    one.recorder.supported = False
+    one.score(rows)
+    assert one.graphs.stats()["buckets"] == 0
+    assert one.graphs._held == []
+
+
+def test_a_caller_that_records_itself_is_left_alone(pair):
+    one = pair()
+    rows = one.rows([1, 2])
+    one.recorder.recorded_by_others = True
+    one.score(rows)
+    stats = one.graphs.stats()
+    assert (stats["eager_capturing"], stats["recorded"], stats["buckets"]) == (1, 0, 0)
 
 
 def test_limits(pair, caplog):

@@ -190,6 +190,16 @@ def plain_layer(x, weights):
     return x + norm(v, v.shape[-1:], w["output_norm_weight"], w["output_norm_bias"], 1e-6) * u @ w["output_weight"]
 
 
+@pytest.fixture
+def one_thread():
+    """torch's operators take scratch memory for each further one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_plan_counts_what_a_forward_takes(dtype):
     shape = ModelShape(1, 4, 64, dtype)
@@ -216,3 +226,32 @@ def peak_bytes(run):
         run()
     changes = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
     return max(itertools.accumulate(changes))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_callers_autocast_changes_nothing_in_the_layers(dtype):
+    """`out=` and autocast do not go together: layers keep to the dtype of the cache."""
+    config = HSTURankerConfig.small(dtype=dtype)
+    [features] = requests(config, 4, 1)
+    for tokens in (None, 0):
+        with HierarchicalKVCache(config.cache_config(num_pages=60)) as cache:
+            model = HSTURanker(config, cache, seed=1, workbench_tokens=tokens).eval()
+            kept = Keeps(model)
+            model(features)
+            cache.clear()
+            with torch.autocast("cpu", torch.bfloat16):
+                model(features)
+            assert torch.equal(kept.layers[0], kept.layers[1])
+
+
+class Keeps:
+    """Keeps what the layers of a model return."""
+
+    def __init__(self, model):
+        self.layers = []
+        self.run = model._run_layers
+        model._run_layers = self
+
+    def __call__(self, x, batch):
+        self.layers.append(self.run(x, batch).clone())
+        return self.layers[-1]
