@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
 from mtserve_plugin import CacheBatch, attach
+from mtserve_plugin.integrations.generative_recommenders.classes import _ordinary
 from tests.integrations.conftest import NORM_LEN
 from tests.integrations.streams import reference, relative_error
 
@@ -66,3 +69,18 @@ def test_outputs_are_ordinary_tensors(make_model, make_cache, make_users):
         ((out[0] * weight).sum() + (out[1] * weight).sum()).backward()
         assert relative_error(weight.grad, (out[0] + out[1]).sum(0)) <= 1e-6
         out[0].add_(1)
+
+
+def test_whatever_a_forward_returns_comes_out_ordinary():
+    class Named(NamedTuple):
+        first: torch.Tensor
+        second: None
+
+    with torch.inference_mode():
+        made = torch.ones(2)
+    out = _ordinary({"a": (made, [made]), "b": Named(made, None)})
+    assert type(out["b"]) is Named
+    assert out["b"].second is None
+    for one in (out["a"][0], out["a"][1][0], out["b"].first):
+        assert not one.is_inference()
+        assert torch.equal(one, made)

@@ -256,8 +256,9 @@ def _ordinary(value: Any) -> Any:
         return value.clone() if value.is_inference() else value
     if isinstance(value, dict):
         return {key: _ordinary(one) for key, one in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_ordinary(one) for one in value)
+    if isinstance(value, tuple | list):
+        parts = [_ordinary(one) for one in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
 

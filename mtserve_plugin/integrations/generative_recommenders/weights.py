@@ -61,20 +61,13 @@ class WeightWatch:
 
     def fingerprint(self) -> Fingerprint:
         """Changes when a weight is changed in place, gets other memory, or is replaced."""
-        try:
-            return [
-                (id(tensor), tensor._version, tensor.data_ptr())
-                for tensors in self._tensors
-                for tensor in tensors.values()
-                if tensor is not None
-            ]
-        except RuntimeError:  # the forward has replaced a buffer by an inference tensor, which counts no versions
-            return [
-                (id(tensor), -1 if tensor.is_inference() else tensor._version, tensor.data_ptr())
-                for tensors in self._tensors
-                for tensor in tensors.values()
-                if tensor is not None
-            ]
+        return [
+            # A forward may have replaced a buffer by an inference tensor, which counts no versions.
+            (id(tensor), -1 if tensor.is_inference() else tensor._version, tensor.data_ptr())
+            for tensors in self._tensors
+            for tensor in tensors.values()
+            if tensor is not None
+        ]
 
     def version(self) -> tuple[str, Fingerprint]:
         """The version that holds now, and what to compare at the end of the batch."""
