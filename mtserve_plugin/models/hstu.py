@@ -320,9 +320,7 @@ class HSTURanker(nn.Module):
             candidates,
             order,
         )
-        rows = jagged.spread(batch.offsets[:-1] + delta - jagged.offsets(candidates)[:-1], candidates)
-        rows += torch.arange(rows.numel())
-        return self.encoder(x, where.positions, where.gaps), rows.to(device, non_blocking=True)
+        return self.encoder(x, where.positions, where.gaps), batch.candidate_rows.to(device, non_blocking=True)
 
     @step.of(HASH)
     def _token_hashes(self, features: KeyedJaggedTensor, cache: KVCache) -> torch.Tensor | None:
